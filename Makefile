@@ -1,0 +1,64 @@
+# Every target works on a machine with Python 3.11+ and nothing else; `make test` and
+# `make slurm-cluster` also install Debian packages (slurm-wlm, munge) and need root for that.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SGLANG_VENV ?= .venv-sglang
+# torch's version is pinned to one that has a CPU build for Python 3.11 and 3.12.
+TORCH ?= torch==2.13.0
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: install demo test test-fast test-slurm test-gpu lint format docs bench smollm2 sglang-cpu clean
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip
+	$(BIN)/pip install -q '$(TORCH)'
+	$(BIN)/pip install -q -e '.[train,cpu,dev]'
+	touch $@
+
+sglang-cpu: $(SGLANG_VENV)/.installed
+
+$(SGLANG_VENV)/.installed: tools/install_sglang_cpu.sh $(wildcard tools/sglang_cpu/*)
+	PYTHON=$(PYTHON) bash tools/install_sglang_cpu.sh $(SGLANG_VENV)
+	touch $@
+
+demo: install ## a whole run on this machine, no GPU and no Slurm
+	$(BIN)/slurm-rl submit configs/quickstart.yaml --wait
+
+test: install sglang-cpu lint ## everything, a real Slurm and a real SGLang included
+	$(PYTEST) -q tests --ignore=tests/gpu
+
+test-fast: install ## under two minutes
+	$(PYTEST) -q tests/unit tests/chain -m 'not slow'
+
+test-slurm: install
+	$(PYTEST) -q tests/slurm
+
+test-gpu: ## on a machine with a GPU, torch, megatron-core and SGLang; see docs/benchmarks.md
+	$(PYTHON) -m pytest -q tests/gpu
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/lint_effects.py
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: install
+	$(BIN)/python tools/generate_config_docs.py
+
+smollm2: install ## two iterations of a real model on this CPU
+	$(BIN)/python tools/prepare_smollm2.py .cache/smollm2-135m
+	$(BIN)/slurm-rl submit configs/smollm2-135m.yaml --wait
+
+bench: install ## the figures of docs/benchmarks.md
+	$(BIN)/python tools/bench_cli.py
+
+clean:
+	rm -rf $(VENV) $(SGLANG_VENV) .cache runs
