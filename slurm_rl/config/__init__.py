@@ -1,0 +1,1 @@
+"""The configuration: what a person writes, and what a run is told."""

@@ -1,0 +1,175 @@
+"""Rules about what is asked of Slurm. Pure; whether a site accepts it is not known here.
+
+Owns the list of sbatch's option names, for finding slips of the pen, and of those that
+we write ourselves. An option that is not in the list passes through: sites add their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from slurm_rl.config.derive import (
+    STAGE_KINDS,
+    gpu_count,
+    num_ranks,
+    parse_wall_time,
+    stage_signal_s,
+    stage_slurm,
+)
+from slurm_rl.config.problems import Path, Problem, format_value, nearest
+from slurm_rl.config.schema import Settings, Slurm
+
+#: sbatch's long options (man sbatch, 22.05 to 24.11), less those that are ours.
+SBATCH_OPTIONS = frozenset(
+    "account acctg_freq batch bb bbf cluster_constraint clusters comment constraint container"
+    " container_id contiguous core_spec cores_per_socket cpu_freq cpus_per_gpu cpus_per_task"
+    " deadline delay_boot distribution exclude exclusive extra extra_node_info get_user_env gid"
+    " gpu_bind gpu_freq gpus gpus_per_node gpus_per_socket gpus_per_task gres gres_flags hint"
+    " ignore_pbs kill_on_invalid_dep licenses mail_type mail_user mcs_label mem mem_bind"
+    " mem_per_cpu mem_per_gpu mincpus network nice no_kill no_requeue nodefile nodelist nodes"
+    " ntasks ntasks_per_core ntasks_per_gpu ntasks_per_node ntasks_per_socket oom_kill_step"
+    " overcommit oversubscribe partition power prefer priority profile propagate qos quiet"
+    " reboot requeue reservation resv_ports segment sockets_per_node spread_job stepmgr switches"
+    " thread_spec threads_per_core time time_min tmp tres_bind tres_per_task uid use_min_nodes"
+    " verbose wait_all_nodes wckey x11".split()
+)
+_OWNED = {
+    **dict.fromkeys("job_name output error input open_mode".split(), "names the job and its log"),
+    **dict.fromkeys("array dependency begin".split(), "is how the chain is made"),
+    "signal": "is ours: set signal_s",
+    **dict.fromkeys("export export_file chdir wrap parsable test_only wait".split(), "is ours"),
+}
+_TIME_FIX = 'write it as "HH:MM:SS" or "D-HH"'
+_GPUS = re.compile(r"(?:[A-Za-z][\w.-]*:)?\d+")
+
+
+def check_jobs(settings: Settings) -> Iterator[Problem]:
+    """Options, wall times and job shapes of every stage."""
+    sections: list[tuple[Path, Slurm]] = [(("slurm",), settings.slurm)]
+    sections += [((kind, "slurm"), settings.stage(kind).slurm) for kind in STAGE_KINDS]
+    problems = [p for at, section in sections for p in _check_options(at, section)]
+    yield from problems
+    if problems:
+        return
+    for kind in STAGE_KINDS:
+        yield from _check_wall_time(settings, kind)
+    if settings.chain.pack == "iteration":
+        yield from _check_same_shape(settings)
+        if settings.rollout.shards > 1:
+            rule = "cannot be with chain.pack = iteration, where one job runs all stages in turn"
+            yield Problem(("rollout", "shards"), rule, "use pack: stage", settings.rollout.shards)
+    yield from _check_ranks(settings)
+
+
+def _check_options(at: Path, section: Slurm) -> Iterator[Problem]:
+    for name, value in (section.model_extra or {}).items():
+        found = _check_extra((*at, name), value)
+        if found is not None:
+            yield found
+    for name in ("time", "time_min"):
+        value = getattr(section, name)
+        if value is not None and _parses(value) is False:
+            yield Problem((*at, name), "is not a wall time", _TIME_FIX, value)
+    gpus = section.gpus_per_node
+    if isinstance(gpus, str) and not _GPUS.fullmatch(gpus):
+        rule = "must be a number, or a type and a number"
+        yield Problem((*at, "gpus_per_node"), rule, 'write it as 8 or "a100:4"', gpus)
+    elif isinstance(gpus, int) and gpus < 0:
+        yield Problem((*at, "gpus_per_node"), "must be at least 0", "raise it", gpus)
+
+
+def _check_extra(path: Path, value: Any) -> Problem | None:
+    """An option that the schema does not name: ours, a slip of the pen, or the site's own."""
+    name = str(path[-1])
+    if name in _OWNED:
+        return Problem(path, _OWNED[name], "take the line out", value)
+    if value is not None and not isinstance(value, (str, int, float, bool)):
+        return Problem(path, "must be text, a number or true/false", "change it", value)
+    if name in SBATCH_OPTIONS:
+        return None
+    plain = name.strip("-").replace("-", "_")
+    if plain in SBATCH_OPTIONS or plain in Slurm.model_fields:
+        return Problem(path, "is written with underscores", f"write {plain}", value)
+    close = nearest(name, {*SBATCH_OPTIONS, *Slurm.model_fields})
+    if close is not None and _is_slip(name, close):
+        return Problem(path, "is not an option of sbatch", f"did you mean {close}?", value)
+    return None
+
+
+def _is_slip(name: str, option: str) -> bool:
+    """Whether two letters at most were dropped, added, swapped or changed."""
+    if abs(len(name) - len(option)) > 2 or len(option) < 4:
+        return False
+    previous = list(range(len(option) + 1))
+    for i, a in enumerate(name, 1):
+        row = [i]
+        for j, b in enumerate(option, 1):
+            row.append(min(previous[j] + 1, row[-1] + 1, previous[j - 1] + (a != b)))
+        previous = row
+    return previous[-1] <= 2
+
+
+def _parses(text: str) -> bool:
+    try:
+        parse_wall_time(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_wall_time(settings: Settings, kind: str) -> Iterator[Problem]:
+    options = stage_slurm(settings, kind)
+    path = _owner_of(settings, kind, "time")
+    time, signal_s = options.get("time"), stage_signal_s(settings, kind)
+    seconds = None if time is None else parse_wall_time(time)
+    if seconds is None:
+        return
+    if seconds <= signal_s:
+        rule = f"is not longer than {kind}'s signal_s = {signal_s} s"
+        yield Problem(path, rule, "raise time or lower signal_s", time)
+    shortest = options.get("time_min")
+    shortest_s = None if shortest is None else parse_wall_time(shortest)
+    if shortest_s is not None and shortest_s > seconds:
+        rule = f"is longer than time = {time}"
+        yield Problem(_owner_of(settings, kind, "time_min"), rule, "lower it", shortest)
+
+
+def _owner_of(settings: Settings, kind: str, name: str) -> Path:
+    """Where a stage's option was set: in its own section, or at the top."""
+    if getattr(settings.stage(kind).slurm, name) is not None or kind == "tick":
+        return (kind, "slurm", name)
+    return ("slurm", name)
+
+
+def _check_same_shape(settings: Settings) -> Iterator[Problem]:
+    """With `pack: iteration` one job runs all stages: they must ask for the same."""
+    kinds = [kind for kind in STAGE_KINDS if kind != "tick"]
+    shapes = {kind: stage_slurm(settings, kind) for kind in kinds}
+    first = kinds[0]
+    for kind in kinds[1:]:
+        for name in sorted({*shapes[first], *shapes[kind]}):
+            ours, theirs = shapes[kind].get(name), shapes[first].get(name)
+            if ours != theirs:
+                rule = (
+                    f"is {format_value(ours)} for {kind} and {format_value(theirs)} for {first},"
+                    " but chain.pack: iteration runs both in one job"
+                )
+                fix = f"set slurm.{name} at the top for all, or chain.pack: stage"
+                yield Problem((kind, "slurm", name), rule, fix)
+
+
+def _check_ranks(settings: Settings) -> Iterator[Problem]:
+    options = stage_slurm(settings, "train")
+    nodes = options.get("nodes")
+    ranks = num_ranks(settings)
+    if settings.launcher == "local" or settings.train.num_ranks is None or nodes is None:
+        return
+    path = ("train", "num_ranks")
+    gpus = gpu_count(options.get("gpus_per_node"))
+    if gpus and ranks != nodes * gpus:
+        rule = f"is not the {nodes} × {gpus} GPUs that the train job asks for"
+        yield Problem(path, rule, "take it out, or change nodes or gpus_per_node", ranks)
+    elif ranks % nodes:
+        yield Problem(path, f"does not spread evenly over {nodes} nodes", "change it", ranks)

@@ -1,0 +1,250 @@
+"""The settings of other programs, checked on the login node by name and type.
+
+Owns which of Megatron-core's and SGLang's own names a person may set under
+`train.megatron` and `rollout.sglang`, which are ours to set and why, and which of
+Megatron's config classes takes a name. The tables come from tools/generate_tables.py;
+neither program is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path as File
+from typing import Any
+
+from slurm_rl.config.problems import Path, Problem, nearest
+
+_TABLES = File(__file__).parent / "tables"
+
+_MODEL = "comes from the model's own config.json"
+_NOT_YET = "is not supported yet (dense Llama, Qwen2 and Qwen3 are)"
+
+_MEGATRON_OWNED = {
+    **dict.fromkeys(
+        "num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels"
+        " normalization layernorm_epsilon layernorm_zero_centered_gamma add_bias_linear"
+        " add_qkv_bias gated_linear_unit glu_linear_offset activation_func qk_layernorm qk_l2_norm"
+        " rotary_interleaved softmax_scale softmax_type window_size window_attn_skip_freq"
+        " no_rope_freq mrope_section multi_latent_attention init_method"
+        " output_layer_init_method embedding_init_method init_method_std"
+        " embedding_init_method_std perform_initialization attention_output_gate".split(),
+        _MODEL,
+    ),
+    "deterministic_mode": "follows the top-level deterministic",
+    "use_cpu_initialization": "follows the machine",
+    "variable_seq_lengths": "is fixed by how samples are packed",
+    "lr_warmup_iters": "is train.lr_warmup_iters",
+    "lr_decay_iters": "is train.lr_decay_iters",
+    "global_batch_size": "is train.global_batch_size",
+    "micro_batch_size": "is train.micro_batch_size",
+    "train_iters": "follows num_rollout",
+    "seed": "is the top-level seed",
+    **dict.fromkeys("save load save_interval ckpt_format".split(), "is the run directory's affair"),
+}
+_MEGATRON_NOT_YET = ("moe_", "mtp_", "mamba_", "dsa_", "linear_", "expert_")
+#: What the trainer supports at one value only. Dropout: the same tokens must get the same
+#: log-probs twice.
+_MEGATRON_ONLY: dict[str, Any] = {
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "fp16": False,
+    "optimizer": "adam",
+    "transformer_impl": "local",
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "num_moe_experts": None,
+    "virtual_pipeline_model_parallel_size": None,
+    "use_megatron_fsdp": False,
+    "use_custom_fsdp": False,
+    "num_distributed_optimizer_instances": 1,
+    "overlap_param_gather_with_optimizer_step": False,
+    "gradient_accumulation_fusion": False,
+}
+#: Names of Megatron's command line that its core calls otherwise.
+_MEGATRON_RENAMED = {
+    "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
+    "use_flash_attn": "attention_backend",
+    "recompute_activations": "recompute_granularity",
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "learning_rate": "lr",
+}
+
+_COMMIT = "is what the commit names"
+_SGLANG_OWNED = {
+    "model_path": _COMMIT,
+    "tokenizer_path": _COMMIT,
+    "revision": _COMMIT,
+    "load_format": _COMMIT,
+    "weight_version": "is the version that the commit names",
+    "served_model_name": "is not used",
+    "host": "is chosen when the server starts",
+    "port": "is a free port, bound when the server starts",
+    **dict.fromkeys(
+        "nccl_port dist_init_addr nnodes node_rank base_gpu_id".split(),
+        "is chosen when the server starts",
+    ),
+    "random_seed": "derives from the top-level seed; each sample carries its own",
+    **dict.fromkeys("skip_tokenizer_init is_embedding".split(), "is fixed by how we generate"),
+    **dict.fromkeys(
+        "api_key admin_api_key ssl_keyfile_password".split(), "is a secret: use env_file"
+    ),
+    "config": "would bring in settings that nobody checked: write them here",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The names that one version of a program takes, and which of them are ours.
+
+    An entry: `{"types": ["int", "null"], "default": null, "choices": […], "sections": […]}`.
+    """
+
+    program: str
+    file: str
+    owned: Mapping[str, str]
+    not_yet: tuple[str, ...] = ()
+    only: Mapping[str, Any] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """Name -> entry."""
+        return _read_table(self.file)
+
+    def owner(self, name: str) -> str | None:
+        """Why a person may not set `name`; None if they may."""
+        if name in self.owned:
+            return self.owned[name]
+        if name in self.only:
+            return None
+        return _NOT_YET if name.startswith(self.not_yet) and name in self.entries else None
+
+
+MEGATRON = Table(
+    "Megatron-core 0.16.1",
+    "megatron-core-0.16.1.json",
+    _MEGATRON_OWNED,
+    _MEGATRON_NOT_YET,
+    _MEGATRON_ONLY,
+    _MEGATRON_RENAMED,
+)
+SGLANG = Table("SGLang 0.5.17", "sglang-0.5.17.json", _SGLANG_OWNED)
+
+
+def check_megatron(options: Mapping[str, Any]) -> list[Problem]:
+    """What is wrong with `train.megatron`."""
+    return _check_options(options, MEGATRON, ("train", "megatron"))
+
+
+def check_sglang(options: Mapping[str, Any]) -> list[Problem]:
+    """What is wrong with `rollout.sglang`."""
+    return _check_options(options, SGLANG, ("rollout", "sglang"))
+
+
+def megatron_sections(name: str) -> tuple[str, ...]:
+    """Which of `model`, `optimizer`, `ddp` and `scheduler` take `name`. KeyError if none."""
+    return tuple(MEGATRON.entries[name]["sections"])
+
+
+def split_megatron(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """`train.megatron` as arguments of each config class; a shared name goes to each.
+
+    `model` is for TransformerConfig (ModelParallelConfig's names included), `optimizer` for
+    OptimizerConfig, `ddp` for DistributedDataParallelConfig, `scheduler` for the learning
+    rate's schedule. An enum's value stays the name that was written.
+    """
+    split: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "ddp": {}, "scheduler": {}}
+    for name, value in options.items():
+        for section in megatron_sections(name):
+            split[section][name] = value
+    return split
+
+
+@functools.cache
+def _read_table(file: str) -> dict[str, dict[str, Any]]:
+    entries: dict[str, dict[str, Any]] = json.loads((_TABLES / file).read_text())["entries"]
+    return entries
+
+
+def _check_options(options: Mapping[str, Any], table: Table, above: Path) -> list[Problem]:
+    found = [_check_option(name, value, table, above) for name, value in options.items()]
+    return [problem for problem in found if problem is not None]
+
+
+def _check_option(name: str, value: Any, table: Table, above: Path) -> Problem | None:
+    path = (*above, name)
+    reason = table.owner(name)
+    if reason is not None:
+        return Problem(path, reason, "take the line out", value)
+    entry = table.entries.get(name)
+    if entry is None:
+        return _unknown(name, table, path)
+    if not any(_IS_TYPE[kind](value) for kind in entry["types"]):
+        return _wrong_type(entry, table, path, value)
+    if value != table.only.get(name, value):
+        rule = f"is not supported; only {json.dumps(table.only[name])} is"
+        return Problem(path, rule, "take the line out", value)
+    choices = entry.get("choices")
+    if choices and value is not None:
+        members = value if isinstance(value, list) else [value]
+        if not all(member in choices for member in members):
+            close = nearest(str(value), [str(choice) for choice in choices])
+            fix = f"did you mean {close}?" if close else "choose one"
+            return Problem(path, f"must be one of {', '.join(map(str, choices))}", fix, value)
+    return None
+
+
+def _unknown(name: str, table: Table, path: Path) -> Problem:
+    settable = [n for n in table.entries if table.owner(n) is None]
+    renamed = dict(table.renamed)
+    for current, entry in table.entries.items():
+        renamed |= dict.fromkeys(entry.get("aliases", []), current)
+    if name in renamed:
+        owner = table.owner(renamed[name])
+        fix = f"it {owner}" if owner else f"it is called {renamed[name]} there"
+    else:
+        close = nearest(name, settable)
+        fix = f"did you mean {close}?" if close else "take the line out"
+    return Problem(path, f"is not a setting of {table.program}", fix)
+
+
+def _wrong_type(entry: Mapping[str, Any], table: Table, path: Path, value: Any) -> Problem:
+    wanted = [_WORDS[kind] for kind in _WORDS if kind in entry["types"]]
+    if not wanted:
+        rule, fix = f"is of a type that only {table.program}'s code can make", "take the line out"
+    else:
+        rule, fix = f"must be {' or '.join(wanted)}", "change it"
+        if isinstance(value, str) and "text" not in wanted:
+            fix = "change it, and mind quotes"
+    return Problem(path, rule, fix, value)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_IS_TYPE: dict[str, Callable[[Any], bool]] = {
+    "int": _is_int,
+    "float": lambda v: _is_int(v) or (isinstance(v, float) and math.isfinite(v)),
+    "str": lambda v: isinstance(v, str),
+    "enum": lambda v: isinstance(v, str),
+    "bool": lambda v: isinstance(v, bool),
+    "list": lambda v: isinstance(v, list),
+    "dict": lambda v: isinstance(v, dict),
+    "null": lambda v: v is None,
+    "opaque": lambda v: False,
+}
+_WORDS = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "enum": "a name",
+    "list": "a list",
+    "dict": "a mapping",
+}

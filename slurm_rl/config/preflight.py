@@ -1,0 +1,133 @@
+"""Looks at what the settings point to: is it there, and is it what it should be?
+
+For `validate` and before a `submit`, on the login node. Reads a few small files and the
+first prompts, and starts nothing. Reading the settings themselves needs none of this.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path as File
+
+from slurm_rl.config.derive import STAGE_KINDS, containers_of
+from slurm_rl.config.problems import Path, Problem
+from slurm_rl.config.schema import Settings
+
+#: Prompts that are looked at; the rollout stage reads them all.
+_NUM_PROMPTS = 20
+
+
+def check_files(settings: Settings) -> list[Problem]:
+    """What is missing or not as it should be on this machine."""
+    return [
+        *_check_model(settings),
+        *_check_prompts(settings),
+        *_check_secrets(settings),
+        *_check_folders(settings),
+        *_check_programs(settings),
+        *_check_images(settings),
+    ]
+
+
+def _check_model(settings: Settings) -> Iterator[Problem]:
+    if settings.hf_checkpoint is None:
+        return
+    folder, path = File(settings.hf_checkpoint), ("hf_checkpoint",)
+    fix = "download the model there, or mend the path"
+    if not folder.is_dir():
+        yield Problem(path, "is not a directory", fix, settings.hf_checkpoint)
+        return
+    names = set(os.listdir(folder))
+    if "config.json" not in names:
+        yield Problem(path, "has no config.json", fix, settings.hf_checkpoint)
+    if not any(name.endswith(".safetensors") for name in names):
+        yield Problem(path, "has no *.safetensors", fix, settings.hf_checkpoint)
+    if not names & {"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"}:
+        yield Problem(path, "has no tokenizer", fix, settings.hf_checkpoint)
+
+
+def _check_prompts(settings: Settings) -> Iterator[Problem]:
+    path, text = ("rollout", "prompt_data"), settings.rollout.prompt_data
+    if not File(text).is_file():
+        yield Problem(path, "is not a file", "mend the path", text)
+        return
+    try:
+        with open(text, encoding="utf-8") as file:
+            lines = [line for _, line in zip(range(_NUM_PROMPTS), file, strict=False)]
+    except (OSError, UnicodeDecodeError) as error:
+        yield Problem(path, f"cannot be read ({error})", "mend the file", text)
+        return
+    if not any(line.strip() for line in lines):
+        yield Problem(path, "is empty", "put prompts in it", text)
+    for number, line in enumerate(lines, 1):
+        problem = _check_prompt(settings, line, number) if line.strip() else None
+        if problem is not None:
+            yield problem
+            return
+
+
+def _check_prompt(settings: Settings, line: str, number: int) -> Problem | None:
+    path, text = ("rollout", "prompt_data"), settings.rollout.prompt_data
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return Problem(path, f"is not JSON in line {number}", "one object a line", text)
+    if not isinstance(record, dict):
+        return Problem(path, f"is not an object in line {number}", "one object a line", text)
+    for name in ("input_key", "label_key", "metadata_key"):
+        key = getattr(settings.rollout, name)
+        if key is not None and key not in record:
+            rule = f"is not a key of {text}, line {number}"
+            return Problem(("rollout", name), rule, f"it has {', '.join(record)}", key)
+    return None
+
+
+def _check_secrets(settings: Settings) -> Iterator[Problem]:
+    text = settings.env_file
+    if text is None:
+        return
+    try:
+        mode = stat.S_IMODE(os.stat(text).st_mode)
+    except OSError as error:
+        yield Problem(("env_file",), f"cannot be read ({error.strerror})", "mend the path", text)
+        return
+    if mode & 0o077:
+        rule = f"may be read by others (mode {mode:04o})"
+        yield Problem(("env_file",), rule, f"chmod 600 {text}", text)
+
+
+def _check_folders(settings: Settings) -> Iterator[Problem]:
+    for i, text in enumerate(settings.code):
+        if not File(text).is_dir():
+            yield Problem(("code", i), "is not a directory", "mend the path", text)
+    if settings.sbatch_template is not None and not File(settings.sbatch_template).is_file():
+        fix = "copy sbatch/job.sh there"
+        yield Problem(("sbatch_template",), "is not a file", fix, settings.sbatch_template)
+    folder = File(settings.run.dir)
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        rule = f"cannot be made: {folder} is not a directory that you may write in"
+        yield Problem(("run", "dir"), rule, "choose another", settings.run.dir)
+
+
+def _check_programs(settings: Settings) -> Iterator[Problem]:
+    programs: list[tuple[Path, str | None]] = [
+        (("host_python",), settings.host_python),
+        (("rollout", "sglang_python"), settings.rollout.sglang_python),
+        *(((kind, "python"), settings.stage(kind).python) for kind in STAGE_KINDS),
+    ]
+    for path, text in programs:
+        if text is not None and shutil.which(text) is None:
+            yield Problem(path, "is not a program", "mend the path", text)
+
+
+def _check_images(settings: Settings) -> Iterator[Problem]:
+    for at, container in containers_of(settings):
+        image = container.image
+        if image is not None and image.startswith("/") and not File(image).exists():
+            yield Problem((*at, "image"), "is not there", "mend the path", image)

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurm_rl.config.derive import (
+    gpu_count,
+    num_ranks,
+    parse_wall_time,
+    settings_digest,
+    stage_container,
+    stage_env,
+    stage_python,
+    stage_signal_s,
+    stage_slurm,
+    stage_time_s,
+)
+from slurm_rl.config.schema import Settings
+
+Load = Callable[..., Settings]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("30", 1800),
+        ("30:15", 1815),
+        ("1:30:15", 5415),
+        ("20:00:00", 72000),
+        ("1-12", 129600),
+        ("1-12:30", 131400),
+        ("1-12:30:15", 131415),
+        ("100:00:00", 360000),
+        ("0", None),
+        ("UNLIMITED", None),
+        ("infinite", None),
+    ],
+)
+def test_wall_times_in_every_form_of_slurm(text: str, seconds: int | None) -> None:
+    assert parse_wall_time(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "1h", "-1", "1:2:3:4", "1-", "1-1:1:1:1", "a:b", "1.5", " 1"])
+def test_what_is_no_wall_time(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a wall time"):
+        parse_wall_time(text)
+
+
+@given(st.integers(1, 10**7))
+def test_a_written_wall_time_reads_back(seconds: int) -> None:
+    days, rest = divmod(seconds, 86400)
+    text = f"{days}-{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
+    assert parse_wall_time(text) == seconds
+
+
+@pytest.mark.parametrize(("request_", "count"), [(8, 8), ("8", 8), ("a100:4", 4), (None, None)])
+def test_gpus_of_a_request(request_: int | str | None, count: int | None) -> None:
+    assert gpu_count(request_) == count
+
+
+def test_a_stage_wins_over_the_top_and_unset_options_are_left_out(load: Load) -> None:
+    settings = load(
+        slurm={"account": "a", "partition": "p", "requeue": True, "signal_s": 60},
+        train__slurm={"partition": "q", "nodes": 2, "hint": "nomultithread"},
+    )
+    assert stage_slurm(settings, "train") == {
+        "account": "a",
+        "partition": "q",
+        "nodes": 2,
+        "requeue": True,
+        "hint": "nomultithread",
+    }
+    assert stage_slurm(settings, "rollout") == {"account": "a", "partition": "p", "requeue": True}
+    assert (stage_signal_s(settings, "train"), stage_time_s(settings, "train")) == (60, None)
+
+
+def test_a_tick_keeps_the_site_but_not_the_size(load: Load) -> None:
+    settings = load(
+        slurm={
+            "account": "a",
+            "nodes": 8,
+            "gpus_per_node": 8,
+            "exclusive": True,
+            "time": "4:00:00",
+        },
+        tick={"slurm": {"partition": "cpu", "time": "00:05:00"}},
+    )
+    assert stage_slurm(settings, "tick") == {
+        "account": "a",
+        "partition": "cpu",
+        "nodes": 1,
+        "ntasks_per_node": 1,
+        "cpus_per_task": 1,
+        "time": "00:05:00",
+    }
+
+
+def test_signal_s_has_a_default(load: Load) -> None:
+    assert stage_signal_s(load(), "train") == 120
+    assert stage_signal_s(load(train__slurm__signal_s=300), "train") == 300
+
+
+def test_env_container_and_interpreter(load: Load) -> None:
+    settings = load(
+        env={"A": 1, "B": "x"},
+        host_python="/host/python",
+        container={"runtime": "apptainer", "image": "/x.sif", "bind": ["/a"]},
+        train__env={"A": 2.5},
+        train__container={"runtime": "none"},
+        rollout__container={"runtime": "apptainer", "image": "/y.sif", "python": "/opt/python"},
+    )
+    assert stage_env(settings, "train") == {"A": "2.5", "B": "x"}
+    assert stage_env(settings, "rollout") == {"A": "1", "B": "x"}
+    assert stage_container(settings, "init").image == "/x.sif"
+    assert stage_container(settings, "rollout").bind == []
+    assert stage_python(settings, "train") == "/host/python"
+    assert stage_python(settings, "rollout") == "/opt/python"
+    assert stage_python(settings, "init") == "python3"
+    assert stage_python(load(), "train") is None
+
+
+@pytest.mark.parametrize(
+    ("values", "ranks"),
+    [
+        ({}, 1),
+        ({"train__num_ranks": 4}, 4),
+        ({"launcher": "slurm", "slurm": {"nodes": 2, "gpus_per_node": "h100:8"}}, 16),
+        ({"launcher": "slurm", "slurm": {"nodes": 2}}, 1),
+        ({"launcher": "slurm", "train__slurm": {"gpus_per_node": 4}}, 4),
+        ({"launcher": "local", "slurm": {"nodes": 2, "gpus_per_node": 8}}, 1),
+    ],
+)
+def test_ranks_of_the_train_job(load: Load, values: dict[str, Any], ranks: int) -> None:
+    assert num_ranks(load(**values)) == ranks
+
+
+NOT_SHAPING: list[dict[str, Any]] = [
+    {"run__dir": "/elsewhere", "run__name": "other"},
+    {"hf_checkpoint": "/other/place"},
+    {"num_rollout": 9},
+    {"rollout__prompt_data": "/other/p.jsonl"},
+    {"rollout__shards": 2},
+    {"rollout__concurrency": 3},
+    {"rollout__sglang_env": {"A": 1}},
+    {"rollout__server_start_timeout_s": 3},
+    {"train__slurm": {"nodes": 1, "time": "1:00:00"}},
+    {"train__python": "/p"},
+    {"train__env": {"A": 1}},
+    {"train__deadline_s": 3},
+    {"train__check_first_ratio": 0.5},
+    {"train__num_ranks": 1},
+    {"chain__window": 7},
+    {"env": {"A": 1}},
+    {"launcher": "slurm"},
+]
+SHAPING: list[dict[str, Any]] = [
+    {"seed": 1},
+    {"deterministic": True, "rollout__sglang": {"enable_deterministic_inference": True}},
+    {"rollout__rollout_temperature": 0.5},
+    {"rollout__rollout_stop": ["/a"]},
+    {"rollout__rollout_stop": ["/b/a"]},
+    {"rollout__sglang": {"tp_size": 2}},
+    {"rollout__rm_type": "f1"},
+    {"train__megatron__lr": 2e-6},
+    {"train__micro_batch_size": 4},
+    {"train__num_ranks": 2},
+    {"train__lr_decay_iters": 10},
+]
+
+
+@pytest.mark.parametrize("values", NOT_SHAPING, ids=str)
+def test_the_digest_ignores_what_shapes_no_number(load: Load, values: dict[str, Any]) -> None:
+    assert settings_digest(load(**values)) == settings_digest(load())
+
+
+def test_the_digest_sees_everything_that_shapes_numbers(load: Load) -> None:
+    digests = {settings_digest(load(**values)) for values in [{}, *SHAPING]}
+    assert len(digests) == len(SHAPING) + 1
+
+
+def test_the_digest_ignores_folders_in_sglangs_own_settings(load: Load) -> None:
+    ours, theirs, other = (
+        settings_digest(load(rollout__sglang={"chat_template": text}))
+        for text in ("/a/x.jinja", "/b/c/x.jinja", "/a/y.jinja")
+    )
+    assert ours == theirs != other
