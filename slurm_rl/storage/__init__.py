@@ -1,0 +1,1 @@
+"""The run directory: durable writes, claims, commits, control, intents."""

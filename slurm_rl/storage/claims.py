@@ -1,0 +1,119 @@
+"""Claims: who works on a slot, and whether that somebody is alive.
+
+A claim is a published file `claim.0001`, `claim.0002`, …; the highest epoch holds the slot. It
+carries the job's token (a requeue of the same job may supersede it at once) and a fresh token of
+the attempt. Job ids and restart counts are not used: a controller crash reissues ids.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm_rl.errors import CorruptError
+from slurm_rl.storage.durable import publish, read_published, write_hint
+from slurm_rl.storage.rundir import RunDir
+from slurm_rl.types import Claim, Slot, canonical_json
+
+_PREFIX = "claim."
+
+
+def read_claims(run: RunDir, slot: Slot) -> list[Claim]:
+    """Every claim on `slot`, by epoch."""
+    folder = run.slot_dir(slot)
+    names = [name for name in run.fs.list(folder) if name.startswith(_PREFIX)]
+    return [_read_claim(run, folder / name) for name in names]
+
+
+def read_latest_claim(run: RunDir, slot: Slot) -> Claim | None:
+    """The claim that holds `slot`."""
+    folder = run.slot_dir(slot)
+    names = [name for name in run.fs.list(folder) if name.startswith(_PREFIX)]
+    return _read_claim(run, folder / names[-1]) if names else None
+
+
+def try_claim(run: RunDir, slot: Slot, claim: Claim) -> bool:
+    """Take `slot` at `claim.epoch`; False if somebody else has that epoch.
+
+    On success the attempt directory exists. A crash in between leaves a claim without one,
+    which counts as an attempt.
+    """
+    folder = run.slot_dir(slot)
+    run.fs.mkdir(folder)
+    data = canonical_json(dataclasses.asdict(claim))
+    won = publish(folder / f"{_PREFIX}{claim.epoch:04d}", data, fs=run.fs)
+    if won:
+        run.fs.mkdir(attempt_dir(run, slot, claim))
+    return won
+
+
+def is_superseded(run: RunDir, slot: Slot, claim: Claim) -> bool:
+    """Whether a later epoch holds the slot."""
+    folder = run.slot_dir(slot)
+    return read_published(folder / f"{_PREFIX}{claim.epoch + 1:04d}", fs=run.fs) is not None
+
+
+def attempt_dir(run: RunDir, slot: Slot, claim: Claim) -> Path:
+    """The only directory in which the attempt writes."""
+    return run.slot_dir(slot) / claim.attempt_name
+
+
+def new_token() -> str:
+    """A fresh attempt token."""
+    return secrets.token_hex(6)
+
+
+def write_heartbeat(run: RunDir, slot: Slot, claim: Claim, counter: int) -> None:
+    """Show watchers a counter that differs from the last. Not durable: nobody needs it later."""
+    path = attempt_dir(run, slot, claim) / "heartbeat"
+    write_hint(path, str(counter).encode(), fs=run.fs)
+
+
+def read_heartbeat(run: RunDir, slot: Slot, claim: Claim) -> str:
+    """The counter of an attempt; empty if there is none yet."""
+    try:
+        return run.fs.read(attempt_dir(run, slot, claim) / "heartbeat").decode()
+    except FileNotFoundError:
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptEnd:
+    """How an attempt ended, as it says itself; an attempt that was killed says nothing.
+
+    outcome: committed | failed | stopped (told to stop) | superseded.
+    blame:   for `failed`: `user` (a retry cannot help) or `system`.
+    """
+
+    outcome: str
+    blame: str = ""
+    error: str = ""
+    message: str = ""
+    node: str = ""
+    ended: float = 0.0
+
+
+def write_end(run: RunDir, slot: Slot, claim: Claim, end: AttemptEnd) -> None:
+    """Leave word of how the attempt ended."""
+    path = attempt_dir(run, slot, claim) / "ended.json"
+    write_hint(path, canonical_json(dataclasses.asdict(end)), fs=run.fs)
+
+
+def read_end(run: RunDir, slot: Slot, claim: Claim) -> AttemptEnd | None:
+    """How the attempt ended, if it could say so."""
+    try:
+        data = run.fs.read(attempt_dir(run, slot, claim) / "ended.json")
+        return AttemptEnd(**json.loads(data))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None  # word of mouth only: nothing is decided by its absence
+
+
+def _read_claim(run: RunDir, path: Path) -> Claim:
+    data = read_published(path, fs=run.fs)
+    try:
+        return Claim(**json.loads(data or b""))
+    except (ValueError, TypeError) as error:
+        raise CorruptError(f"{path}: not a claim ({error})") from error

@@ -1,0 +1,181 @@
+"""Commits: publishing, reading, assembling and verifying the results of slots.
+
+COMMIT holds `content` (digested), `provenance` (not) and the digest of the content. Readers follow
+COMMIT and nothing else. It names files relative to the attempt directory; the provenance says
+which attempt that is. A stage of several shards has a COMMIT for each and one for the whole, which
+anyone may assemble, since it is a pure function of theirs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from slurm_rl.errors import CorruptError
+from slurm_rl.storage.digest import digest_file, digest_value
+from slurm_rl.storage.durable import publish, read_published
+from slurm_rl.storage.rundir import RunDir
+from slurm_rl.types import Commit, Input, Result, Slot, StageRef, canonical_json
+
+_NAME = "COMMIT"
+
+
+def commit_path(run: RunDir, slot: Slot) -> Path:
+    return run.slot_dir(slot) / _NAME
+
+
+def has_commit(run: RunDir, slot: Slot) -> bool:
+    """Whether something was published for `slot` (it is not read)."""
+    return _NAME in run.fs.list(run.slot_dir(slot))
+
+
+def read_commit(run: RunDir, slot: Slot) -> Commit | None:
+    """The commit of `slot`, its digest checked; None if there is none. Raises CorruptError."""
+    path = commit_path(run, slot)
+    data = read_published(path, fs=run.fs)
+    if data is None:
+        return None
+    try:
+        raw = json.loads(data)
+        commit = Commit(raw["content"], raw["provenance"], raw["digest"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptError(
+            f"{path}: not a commit ({error})", hint="see `slurm-rl verify`"
+        ) from error
+    found = digest_value(commit.content)
+    if found != commit.digest:
+        raise CorruptError(
+            f"{path}: digest = {commit.digest}, but its content has {found}",
+            hint="the file was changed or damaged; see `slurm-rl verify`",
+        )
+    return commit
+
+
+def make_content(
+    slot: Slot, result: Result, *, parents: dict[str, str], settings_digest: str
+) -> dict[str, Any]:
+    """The content of a commit: what the program left, and what it was made from."""
+    content: dict[str, Any] = {
+        **result.content,
+        "stage": slot.kind,
+        "iteration": slot.iteration,
+        "settings": settings_digest,
+        "parents": parents,
+        "files": [dataclasses.asdict(entry) for entry in result.files],
+    }
+    if slot.shard is not None:
+        content["shard"] = slot.shard
+    return content
+
+
+def publish_commit(
+    run: RunDir, slot: Slot, *, content: dict[str, Any], provenance: dict[str, Any]
+) -> bool:
+    """Publish the result of an attempt; True if the slot's COMMIT is this one.
+
+    `provenance` must carry the attempt's token, or two attempts could both believe they won.
+    Everything that `content` names is durable already. On losing, nothing is deleted.
+    """
+    data = {"content": content, "provenance": provenance, "digest": digest_value(content)}
+    return publish(commit_path(run, slot), canonical_json(data), fs=run.fs)
+
+
+def read_stage_commit(
+    run: RunDir, ref: StageRef, *, timeline: int, num_shards: int
+) -> Commit | None:
+    """The commit of a whole stage; assembles and publishes it if all its shards are there."""
+    stage = Slot(ref.iteration, ref.kind, timeline)
+    commit = read_commit(run, stage)
+    if commit is not None or num_shards == 1:
+        return commit
+    shards = []
+    for index in range(num_shards):
+        shard = read_commit(run, Slot(ref.iteration, ref.kind, timeline, index))
+        if shard is None:
+            return None
+        shards.append(shard)
+    content, provenance = assemble(shards)
+    publish_commit(run, stage, content=content, provenance=provenance)
+    return read_commit(run, stage)
+
+
+def assemble(shards: list[Commit]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Content and provenance of a stage from its shards' commits, in shard order.
+
+    Facts that all shards share stay as they are, counts (`num_…`) add up, and files are listed
+    under `shard-NNNN/`. Raises CorruptError where shards disagree about anything else: they
+    were not made from the same inputs.
+    """
+    merged: dict[str, Any] = {}
+    for key in shards[0].content:
+        values = [shard.content.get(key) for shard in shards]
+        if key == "files":
+            merged[key] = [
+                {**entry, "path": f"shard-{index:04d}/{entry['path']}"}
+                for index, files in enumerate(values)
+                for entry in files or []
+            ]
+        elif key.startswith("num_"):
+            merged[key] = sum(int(value or 0) for value in values)
+        elif key != "shard":
+            if any(value != values[0] for value in values):
+                raise CorruptError(f"shards disagree about `{key}`: {values}")
+            merged[key] = values[0]
+    merged["shards"] = [shard.digest for shard in shards]
+    attempts = {
+        f"shard-{index:04d}": f"shard-{index:04d}/{shard.provenance['attempt']}"
+        for index, shard in enumerate(shards)
+    }
+    metrics = _mean_metrics([shard.provenance.get("metrics", {}) for shard in shards])
+    return merged, {"attempts": attempts, "metrics": metrics}
+
+
+def resolve_input(run: RunDir, role: str, ref: StageRef, slot: Slot, commit: Commit) -> Input:
+    """What a stage program is told of one of its inputs."""
+    folder = run.slot_dir(slot)
+    attempt = commit.provenance.get("attempt")
+    return Input(
+        role=role,
+        iteration=ref.iteration,
+        kind=ref.kind,
+        digest=commit.digest,
+        path=str(folder / attempt if attempt else folder),
+        files={entry.path: str(file_path(run, slot, commit, entry.path)) for entry in commit.files},
+        content=commit.content,
+    )
+
+
+def file_path(run: RunDir, slot: Slot, commit: Commit, logical: str) -> Path:
+    """Where the committed file `logical` lies."""
+    folder = run.slot_dir(slot)
+    if "attempt" in commit.provenance:
+        return Path(folder / commit.provenance["attempt"] / logical)
+    shard, _, rest = logical.partition("/")
+    return Path(folder / commit.provenance["attempts"][shard] / rest)
+
+
+def find_damage(run: RunDir, slot: Slot, commit: Commit) -> list[str]:
+    """Re-read everything that the commit names; one line for each file that is not as it was."""
+    damage = []
+    for entry in commit.files:
+        path = file_path(run, slot, commit, entry.path)
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            damage.append(f"{path}: {error.strerror or error}")
+            continue
+        if size != entry.size_bytes:
+            damage.append(f"{path}: {size} bytes, committed with {entry.size_bytes}")
+        elif (found := digest_file(path)) != entry.digest:
+            damage.append(f"{path}: digest {found}, committed with {entry.digest}")
+    return damage
+
+
+def _mean_metrics(per_shard: list[dict[str, float]]) -> dict[str, float]:
+    names = sorted({name for metrics in per_shard for name in metrics})
+    return {
+        name: sum(m[name] for m in per_shard if name in m) / sum(name in m for m in per_shard)
+        for name in names
+    }

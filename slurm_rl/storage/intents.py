@@ -1,0 +1,63 @@
+"""Intents: that a job was about to be submitted for a link, written before it is.
+
+`submit.0003` is published exclusively; only its creator runs the submission. It holds the token
+that the job's name carries, so that after a crash the job is found by name instead of being
+submitted twice. `submit.0003.id` is a convenience for people: nothing is decided by a job id.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from slurm_rl.errors import CorruptError
+from slurm_rl.storage.durable import publish, read_published, write_hint
+from slurm_rl.storage.rundir import RunDir
+from slurm_rl.types import canonical_json
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """One intended submission. `created` is by the clock of the run's file system."""
+
+    number: int
+    token: str
+    created: float
+    creator: str = ""
+    shards: tuple[int, ...] = ()
+
+
+def read_intents(run: RunDir, folder: Path) -> list[Intent]:
+    """Every intent of the link whose stage directory is `folder`, by number."""
+    intents = []
+    for name in run.fs.list(folder):
+        if name.startswith("submit.") and not name.endswith(".id"):
+            data = read_published(folder / name, fs=run.fs)
+            try:
+                raw = json.loads(data or b"")
+                intents.append(Intent(**{**raw, "shards": tuple(raw["shards"])}))
+            except (ValueError, TypeError, KeyError) as error:
+                raise CorruptError(f"{folder / name}: not an intent ({error})") from error
+    return intents
+
+
+def intent_path(folder: Path, number: int) -> Path:
+    return folder / f"submit.{number:04d}"
+
+
+def publish_intent(run: RunDir, folder: Path, intent: Intent) -> bool:
+    """Claim the right to submit number `intent.number`; False if somebody else has it."""
+    run.fs.mkdir(folder)
+    return publish(intent_path(folder, intent.number), canonical_json(asdict(intent)), fs=run.fs)
+
+
+def write_job_id(run: RunDir, folder: Path, number: int, job_id: str) -> None:
+    """Note the id that the scheduler gave."""
+    write_hint(folder / f"submit.{number:04d}.id", job_id.encode(), fs=run.fs)
+
+
+def new_job_token(short_id: str) -> str:
+    """A token for a job's name; it begins with the run's short id, so names tell runs apart."""
+    return f"{short_id}{secrets.token_hex(3)}"

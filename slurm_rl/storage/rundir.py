@@ -1,0 +1,147 @@
+"""The run directory: its layout, its making, and the identity that is written once.
+
+A run exists if and only if `run.json` does; it is published whole, with the settings and the
+user's text inside, so that two `submit`s at once cannot mix. `config.yaml` and `resolved.json`
+are copies for people and stage programs, made again when they are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurm_rl.errors import CorruptError, FormatError, NoRunError
+from slurm_rl.storage.durable import publish, read_published, write_file
+from slurm_rl.storage.fs import POSIX, Fs
+from slurm_rl.types import RUN_FORMAT, Slot, canonical_json
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of one run, and the file system they lie on.
+
+    Example: `RunDir(Path("runs/demo")).slot_dir(Slot(12, "train", 0))` is
+    `runs/demo/iterations/000012/train.t0`.
+    """
+
+    root: Path
+    fs: Fs = field(default=POSIX, compare=False)
+
+    @property
+    def control_dir(self) -> Path:
+        return self.root / "control"
+
+    @property
+    def settings_path(self) -> Path:
+        return self.root / "resolved.json"
+
+    @property
+    def scheduler_dir(self) -> Path:
+        return self.root / "scheduler"
+
+    def iteration_dir(self, iteration: int) -> Path:
+        return self.root / "iterations" / f"{iteration:06d}"
+
+    def logs_dir(self, iteration: int) -> Path:
+        return self.iteration_dir(iteration) / "logs"
+
+    def stage_dir(self, iteration: int, kind: str, timeline: int) -> Path:
+        return self.iteration_dir(iteration) / f"{kind}.t{timeline}"
+
+    def slot_dir(self, slot: Slot) -> Path:
+        stage = self.stage_dir(slot.iteration, slot.kind, slot.timeline)
+        return stage if slot.shard is None else stage / f"shard-{slot.shard:04d}"
+
+    def code_dir(self, digest: str) -> Path:
+        return self.root / "code" / (digest.partition(":")[2][:16] or "none")
+
+
+@dataclass(frozen=True, slots=True)
+class RunIdentity:
+    """What `run.json` says; it never changes."""
+
+    run_id: str
+    name: str
+    created: float
+    owner: str
+    code_version: str
+    settings: dict[str, Any]
+    config_text: str
+    code_digest: str = ""
+    parent: str | None = None
+    format: int = RUN_FORMAT
+
+    @property
+    def short_id(self) -> str:
+        """First part of every job token of this run."""
+        return self.run_id[:6]
+
+
+def new_run_id() -> str:
+    """A fresh random identity."""
+    return secrets.token_hex(8)
+
+
+def create_run(run: RunDir, identity: RunIdentity) -> bool:
+    """Make the run; False if another identity is already there (nothing is changed then).
+
+    A crash leaves no run, or a whole one whose copies are made again by `write_copies`.
+    """
+    run.fs.mkdir(run.control_dir)
+    run.fs.mkdir(run.root / "iterations")
+    data = canonical_json({key: getattr(identity, key) for key in RunIdentity.__slots__})
+    won = publish(run.root / "run.json", data, fs=run.fs)
+    if won:
+        write_copies(run, identity)
+    return won
+
+
+def write_copies(run: RunDir, identity: RunIdentity) -> None:
+    """`config.yaml` and `resolved.json`, from the identity."""
+    write_file(run.root / "config.yaml", identity.config_text.encode(), fs=run.fs)
+    text = json.dumps(identity.settings, indent=2, sort_keys=True) + "\n"
+    write_file(run.settings_path, text.encode(), fs=run.fs)
+
+
+def read_identity(run: RunDir) -> RunIdentity:
+    """The run's identity. Raises NoRunError, FormatError (a newer directory) or CorruptError."""
+    path = run.root / "run.json"
+    data = read_published(path, fs=run.fs)
+    if data is None:
+        raise NoRunError(
+            f"{run.root}: no run here (run.json is missing)",
+            hint="give a run directory, or start one with `slurm-rl submit CONFIG`",
+        )
+    try:
+        raw = json.loads(data)
+        version = int(raw["format"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptError(f"{path}: not a run identity ({error})") from error
+    if version > RUN_FORMAT:
+        raise FormatError(
+            f"{path}: format {version} is newer than this slurm-rl reads ({RUN_FORMAT})",
+            hint="use the slurm-rl that made the run",
+        )
+    try:
+        return RunIdentity(**raw)
+    except TypeError as error:
+        raise CorruptError(f"{path}: not a run identity ({error})") from error
+
+
+def filesystem_now(run: RunDir) -> float:
+    """Seconds since the epoch by the clock of the run's file system.
+
+    Ages of intents are differences of this one clock, since nodes' clocks may disagree.
+    """
+    probe = run.control_dir / f".clock-{secrets.token_hex(4)}"
+    try:
+        probe.touch()
+        return probe.stat().st_mtime
+    except OSError:
+        return time.time()
+    finally:
+        probe.unlink(missing_ok=True)

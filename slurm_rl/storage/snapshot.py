@@ -1,0 +1,64 @@
+"""The snapshot of the user's own code: what the run imports, whatever the user edits later."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from slurm_rl.errors import ConfigError
+from slurm_rl.storage.digest import digest_entries, digest_file
+from slurm_rl.storage.durable import seal_files
+from slurm_rl.storage.rundir import RunDir
+from slurm_rl.types import FileEntry
+
+_SKIPPED = {"__pycache__", ".git", ".venv", ".mypy_cache", ".pytest_cache", "node_modules"}
+_MAX_BYTES = 64 << 20
+
+
+def snapshot_code(run: RunDir, folders: list[Path]) -> str:
+    """Copy `folders` (each under its own name) to `code/<digest>/`; the digest, or "" for none.
+
+    The snapshot is named by its content, so that doing it again changes nothing; a crash leaves
+    a `.tmp-` folder that nobody reads.
+    """
+    if not folders:
+        return ""
+    files = {name: source for folder in folders for name, source in _walk(folder)}
+    size = sum(source.stat().st_size for source in files.values())
+    if size > _MAX_BYTES:
+        raise ConfigError(
+            f"code: {size} bytes are more than {_MAX_BYTES}", hint="name folders of code only"
+        )
+    entries = [FileEntry(n, s.stat().st_size, digest_file(s)) for n, s in sorted(files.items())]
+    digest = digest_entries(entries)
+    target = run.code_dir(digest)
+    if target.exists():
+        return digest
+    temporary = target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}")
+    for name, source in files.items():
+        (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, temporary / name)
+    seal_files(temporary, files)
+    try:
+        run.fs.rename(temporary, target)
+    except OSError:
+        if not target.exists():
+            raise
+        shutil.rmtree(temporary)  # somebody else made the same snapshot
+    run.fs.fsync_dir(target.parent)
+    return digest
+
+
+def _walk(folder: Path) -> list[tuple[str, Path]]:
+    if not folder.is_dir():
+        raise ConfigError(f"code: {folder} is not a folder", hint="name a folder of Python code")
+    found = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in _SKIPPED)
+        for name in sorted(names):
+            path = Path(parent) / name
+            if path.is_file() and not name.endswith(".pyc"):
+                found.append((str(Path(folder.name) / path.relative_to(folder)), path))
+    return found
