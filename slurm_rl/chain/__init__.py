@@ -1,0 +1,1 @@
+"""What should run next: the graph, the pure planner, and the effects around it."""

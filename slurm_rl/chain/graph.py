@@ -1,0 +1,125 @@
+"""The graph of an iteration as data: a pure function from settings to stages and links.
+
+A *stage* is a node of the graph. A *link* is what one Slurm job is submitted for: one stage under
+`pack: stage`, all stages of an iteration under `pack: iteration`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from slurm_rl.config.schema import Settings
+from slurm_rl.types import StageRef
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """One parent of a stage.
+
+    back:  0 for the same iteration, 1 for the one before.
+    first: the stage of iteration 0 that stands in where there is no iteration before;
+           None: the parent is simply absent there.
+    """
+
+    role: str
+    kind: str
+    back: int = 0
+    first: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StageNode:
+    """A stage kind: its parents, and into how many shards it is cut."""
+
+    kind: str
+    needs: tuple[Need, ...] = ()
+    num_shards: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What one job is for. Its intents lie with its last stage."""
+
+    iteration: int
+    kinds: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        return self.kinds[0] if len(self.kinds) == 1 else "iteration"
+
+    @property
+    def stages(self) -> tuple[StageRef, ...]:
+        return tuple(StageRef(self.iteration, kind) for kind in self.kinds)
+
+    @property
+    def anchor(self) -> StageRef:
+        return StageRef(self.iteration, self.kinds[-1])
+
+    def job_name(self, run_name: str, token: str) -> str:
+        return f"{run_name}.i{self.iteration:04d}.{self.label}.{token}"
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Stages of every iteration, in the order in which one job would run them."""
+
+    num_iterations: int
+    setup: tuple[StageNode, ...]
+    nodes: tuple[StageNode, ...]
+    pack: str = "stage"
+
+    def stages(self, iteration: int) -> tuple[StageNode, ...]:
+        return (*self.setup, *self.nodes) if iteration == 0 else self.nodes
+
+    def node(self, kind: str) -> StageNode:
+        return next(node for node in (*self.setup, *self.nodes) if node.kind == kind)
+
+    def last_stage(self, iteration: int) -> StageRef:
+        """Its commit means that the iteration is complete."""
+        return StageRef(iteration, self.stages(iteration)[-1].kind)
+
+    def parents(self, ref: StageRef) -> dict[str, StageRef]:
+        """Role -> stage, for every parent that `ref` has."""
+        parents = {}
+        for need in self.node(ref.kind).needs:
+            if need.back <= ref.iteration:
+                parents[need.role] = StageRef(ref.iteration - need.back, need.kind)
+            elif need.first is not None:
+                parents[need.role] = StageRef(0, need.first)
+        return parents
+
+    def links(self, iteration: int) -> tuple[Link, ...]:
+        """The jobs of one iteration. Nothing but the setup packs alone: it has its own shape."""
+        kinds = [node.kind for node in self.stages(iteration)]
+        if self.pack == "stage":
+            return tuple(Link(iteration, (kind,)) for kind in kinds)
+        return (Link(iteration, tuple(kinds)),)
+
+    def links_from(self, iteration: int) -> Iterator[Link]:
+        """Links of `iteration` and all after it, in order."""
+        for i in range(iteration, self.num_iterations):
+            yield from self.links(i)
+
+
+def build_graph(settings: Settings) -> Graph:
+    """The graph of a run.
+
+    GRPO: rollout → train. With a KL loss the reference's log-probs come from the train job,
+    which is handed the initial weights.
+    """
+    rollout = StageNode(
+        "rollout",
+        (Need("weights", "train", back=1, first="init"), Need("previous", "rollout", back=1)),
+        num_shards=settings.rollout.shards,
+    )
+    needs = [Need("rollout", "rollout"), Need("checkpoint", "train", back=1, first="init")]
+    if settings.train.use_kl_loss:
+        needs.append(Need("reference", "init", back=settings.num_rollout + 1, first="init"))
+    train = StageNode("train", tuple(needs))
+    return Graph(
+        num_iterations=settings.num_rollout,
+        setup=(StageNode("init"),),
+        nodes=(rollout, train),
+        pack=settings.chain.pack,
+    )

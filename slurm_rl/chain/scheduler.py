@@ -1,0 +1,110 @@
+"""What the chain asks of a scheduler, and what it is told.
+
+Three implementations live in `launch/`: Slurm, local processes, and an in-memory cluster with a
+virtual clock. What a scheduler says is a hint; the run directory is the truth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from slurm_rl.types import StageRef
+
+
+class JobState(Enum):
+    """What a queue can say of a job. UNKNOWN is neither success nor an end."""
+
+    PENDING = "pending"
+    HELD = "held"  # pending, and will not start by itself
+    RUNNING = "running"
+    ENDED = "ended"
+    UNKNOWN = "unknown"
+
+    @property
+    def is_live(self) -> bool:
+        """May still do work by itself."""
+        return self in (JobState.PENDING, JobState.RUNNING, JobState.UNKNOWN)
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedJob:
+    """One job, or one task of an array, as the queue shows it.
+
+    after: ids of the jobs it still waits for.
+    age_s: seconds since it was submitted, by the scheduler's clock.
+    raw:   the state in the scheduler's own word.
+    """
+
+    job_id: str
+    name: str
+    state: JobState
+    reason: str = ""
+    after: tuple[str, ...] = ()
+    age_s: float = 0.0
+    elapsed_s: float = 0.0
+    nodes: str = ""
+    task: int | None = None
+    raw: str = ""
+
+    @property
+    def token(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def claim_token(self) -> str:
+        """What its claims carry: tasks of an array share a name, but not a claim."""
+        return make_claim_token(self.token, self.task)
+
+    @property
+    def base_id(self) -> str:
+        """The id of the whole array: `12` for `12_3` and `12_[0-7]`."""
+        return self.job_id.partition("_")[0]
+
+
+def make_claim_token(token: str, task: int | None) -> str:
+    """The token that the claims of a job, or of one task of an array, carry."""
+    return token if task is None else f"{token}_{task}"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRequest:
+    """A job to submit. The scheduler knows what a stage of each kind needs.
+
+    name:    `<run>.i0012.rollout.<token>`, or `<run>.tick.<token>`.
+    stages:  what the job is for; empty for a tick.
+    command: arguments of the supervisor.
+    after:   id of the job whose end wakes it (whatever that end is).
+    """
+
+    name: str
+    command: tuple[str, ...]
+    stages: tuple[StageRef, ...] = ()
+    shards: tuple[int, ...] = ()
+    after: str | None = None
+    begin_s: float | None = None
+    log: str = ""
+    exclude: tuple[str, ...] = ()
+
+
+class Scheduler(Protocol):
+    """The effects. Every call may raise SchedulerUnavailable, which says nothing about jobs."""
+
+    def submit(self, request: LinkRequest) -> str:
+        """The new job's id. Raises SubmitRefused, SubmitDeferred; an error may hide a success."""
+        ...
+
+    def query(self) -> list[QueuedJob]:
+        """Every job of this user whose name begins with the run's name."""
+        ...
+
+    def cancel(self, job_ids: list[str]) -> None: ...
+
+    def repoint(self, job_id: str, after: str | None) -> None:
+        """Make a pending job wait for `after` instead, or for nothing."""
+        ...
+
+    def requeue(self, job_id: str) -> bool:
+        """Put a running job back to the queue; False where that cannot be."""
+        ...
