@@ -58,19 +58,29 @@ class Chain:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an advance planned, which jobs it submitted, and what the scheduler refused."""
+    """What an advance planned, which jobs it submitted, and what the scheduler refused.
+
+    is_blind: the scheduler did not answer when it was asked for the queue.
+    """
 
     plan: Plan
     job_ids: tuple[str, ...] = ()
     errors: tuple[SchedulerError, ...] = ()
+    is_blind: bool = False
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the scheduler did all that it was asked."""
+        return not self.errors and not self.is_blind
 
 
 def advance(chain: Chain, *, own: tuple[str, int | None] | None = None) -> Outcome:
     """Move the run on as far as can be now.
 
     `own` is the calling job if it is about to end. A submission that fails is left to a later
-    advance; the links behind it are not submitted, since nothing would wake them. Raises
-    CorruptError, after halting the run, if something committed is damaged.
+    advance; the links behind it are not submitted, since nothing would wake them, but ticks are:
+    that later advance may be theirs. Raises CorruptError, after halting the run, if something
+    committed is damaged.
     """
     try:
         view = look(chain, own=own)
@@ -80,18 +90,19 @@ def advance(chain: Chain, *, own: tuple[str, int | None] | None = None) -> Outco
     planned = plan(chain.spec, view)
     job_ids: dict[Link, str] = {}
     errors: list[SchedulerError] = []
+    is_blocked = False
     for action in planned.actions:
+        if is_blocked and isinstance(action, Submit):
+            continue
         try:
-            if not _carry_out(chain, view.control, action, job_ids):
-                break
+            is_blocked |= not _carry_out(chain, view.control, action, job_ids)
         except SchedulerError as error:
             logger.warning("%s: %s; left to a later advance", type(action).__name__, error)
             errors.append(error)
-            if isinstance(action, Submit | SubmitTick):
-                break
+            is_blocked |= isinstance(action, Submit)
     for reason in planned.waiting:
         logger.info("waiting: %s", reason)
-    return Outcome(planned, tuple(job_ids.values()), tuple(errors))
+    return Outcome(planned, tuple(job_ids.values()), tuple(errors), view.queue is None)
 
 
 def look(chain: Chain, *, own: tuple[str, int | None] | None = None) -> View:
@@ -103,11 +114,12 @@ def look(chain: Chain, *, own: tuple[str, int | None] | None = None) -> View:
 def _carry_out(
     chain: Chain, control: Control, action: Action, job_ids: dict[Link, str]
 ) -> bool:
-    """One action; False if those behind it must wait."""
+    """One action; False if the links behind it must wait."""
     if isinstance(action, Submit):
         return _submit_link(chain, control, action, job_ids)
     if isinstance(action, SubmitTick):
-        _submit_tick(chain, action)
+        if read_control(chain.run) == control:
+            _submit_tick(chain, action)
     elif isinstance(action, Cancel):
         logger.info("cancel %s: %s", ", ".join(action.job_ids), action.why)
         chain.scheduler.cancel(list(action.job_ids))

@@ -37,7 +37,7 @@ def observe(
     control = read_control(run)
     window = _read_window(run, graph, control, spec.window)
     intents = {link: read_intents(run, link_folder(run, control, link)) for link in window}
-    queue = read_queue(scheduler)
+    queue = read_queue(scheduler, spec.short_id)
     conflict = ""
     views = []
     for link in window:
@@ -48,15 +48,21 @@ def observe(
             slots += _view_stage(run, graph, control, ref, commit, queue, now)
         aged = tuple((intent, now - intent.created) for intent in intents[link])
         views.append(LinkView(link, aged, tuple(slots)))
+    if window and all(seen.is_done for seen in views):
+        # All of it was committed since the window was found: that is not the end of the run.
+        return observe(run, graph, spec, scheduler, now=now, own=own)
     while views and views[0].is_done:
         views.pop(0)
     return View(control, tuple(views), queue, own, conflict)
 
 
-def read_queue(scheduler: Scheduler) -> tuple[QueuedJob, ...] | None:
-    """The queue, or None where the scheduler does not answer."""
+def read_queue(scheduler: Scheduler, short_id: str) -> tuple[QueuedJob, ...] | None:
+    """The run's jobs, or None where the scheduler does not answer.
+
+    Another run of the same user may have the same name: tokens tell them apart.
+    """
     try:
-        return tuple(scheduler.query())
+        return tuple(job for job in scheduler.query() if job.token.startswith(short_id))
     except SchedulerUnavailable:
         return None
 

@@ -161,10 +161,12 @@ def plan(spec: Spec, view: View) -> Plan:
         return Plan(actions, ("complete",))
     halt = _find_halt(spec, view)
     if halt is not None:
-        return Plan((HaltRun(halt),), (f"halted: {halt.reason}",))
+        pending = _pending_ids(view)
+        stop = (Cancel(pending, "the run is halted"),) if pending else ()
+        return Plan((HaltRun(halt), *stop), (f"halted: {halt.reason}",))
     draft = _Draft()
     _plan_window(spec, view, draft)
-    _plan_strays(view, draft)
+    _plan_strays(spec, view, draft)
     if spec.ticks:
         _plan_ticks(spec, view, draft)
     return Plan(tuple(draft.actions), tuple(draft.waiting))
@@ -185,7 +187,7 @@ def _find_halt(spec: Spec, view: View) -> Halt | None:
 
 def _plan_window(spec: Spec, view: View, draft: _Draft) -> None:
     """Keep one live job for each link of the window; each wakes on the end of the one before."""
-    room = _submit_room(spec, view)
+    room, kept_for_ticks = _submit_room(spec, view), _missing_ticks(spec, view)
     previous: str | Link | None = None
     for index, seen in enumerate(view.links):
         if seen.is_done:
@@ -200,17 +202,18 @@ def _plan_window(spec: Spec, view: View, draft: _Draft) -> None:
             continue
         held = [job for job in jobs if job.state is JobState.HELD]
         if held:
-            ids = tuple(sorted({job.base_id for job in held}))
+            ids = tuple(sorted(job.job_id for job in held))
             draft.waiting.append(f"{held[0].name} ({ids[0]}) is held: {held[0].reason}")
             draft.actions.append(Cancel(ids, "held; replaced"))
         number, reason = _next_submission(spec, seen, view, bool(held))
-        if number and room <= 0:
+        num_tasks = max(1, len(seen.missing_shards))
+        if number and num_tasks > room - (0 if is_first else kept_for_ticks):
             number, reason = 0, "the submit limit is reached; deferred"
         if not number or (previous is None and not is_first):
             draft.waiting.append(f"{seen.link.anchor}: {reason or 'its parent has no job yet'}")
             return  # a link without a live parent would wake at once
         draft.actions.append(Submit(seen.link, number, previous, seen.missing_shards))
-        room -= max(1, len(seen.missing_shards))
+        room -= num_tasks
         previous = seen.link
 
 
@@ -273,17 +276,21 @@ def _explain_live(seen: LinkView, live: list[QueuedJob], draft: _Draft) -> None:
         draft.waiting.append(f"{seen.link.anchor}: job {job.base_id} is pending ({job.reason})")
 
 
-def _plan_strays(view: View, draft: _Draft) -> None:
-    """Cancel pending jobs that stand for nothing: of a dead timeline, or long committed."""
+def _plan_strays(spec: Spec, view: View, draft: _Draft) -> None:
+    """Cancel pending jobs that stand for nothing: of a dead timeline, or long committed.
+
+    A young one is let be: its intent may have been written since the intents were read.
+    """
     if view.queue is None:
         return
     known = {intent.token for seen in view.links for intent, _ in seen.intents if not seen.is_done}
     # A link outside the window may still be ahead of it (the window was made smaller).
     ahead = view.links[-1].link.iteration + 1
     stray = {
-        job.base_id
+        job.job_id
         for job in view.queue
         if job.state in (JobState.PENDING, JobState.HELD)
+        and job.age_s >= spec.submit_deadline_s
         and job.token not in known
         and not view.is_own(job)
         and (iteration := _iteration_in(job.name)) is not None
@@ -305,8 +312,17 @@ def _plan_ticks(spec: Spec, view: View, draft: _Draft) -> None:
     draft.actions.append(SubmitTick(spec.tick_s * (1 + len(ticks))))
 
 
+def _missing_ticks(spec: Spec, view: View) -> int:
+    """Places in the queue that links ahead of the first one must leave to ticks."""
+    if not spec.ticks:
+        return 0
+    jobs = view.queue or ()
+    pending = sum(is_tick(job.name) and job.state is JobState.PENDING for job in jobs)
+    return max(0, TICKS_WANTED - pending)
+
+
 def _submit_room(spec: Spec, view: View) -> int:
-    """How many more tasks may be submitted. Never so few that the tick is crowded out."""
+    """How many more tasks may be submitted."""
     if spec.max_submit_jobs is None:
         return 1 << 30
     used = sum(job.state is not JobState.ENDED for job in view.queue or ())
@@ -320,9 +336,10 @@ def _jobs_of(seen: LinkView, view: View) -> list[QueuedJob]:
 
 
 def _pending_ids(view: View) -> tuple[str, ...]:
+    """Ids of single tasks, not of arrays: other tasks of an array may be running."""
     waiting = (JobState.PENDING, JobState.HELD)
     jobs = [job for job in view.queue or () if job.state in waiting and not view.is_own(job)]
-    return tuple(sorted({job.base_id for job in jobs}))
+    return tuple(sorted(job.job_id for job in jobs))
 
 
 def is_tick(name: str) -> bool:

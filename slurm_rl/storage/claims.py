@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_rl.errors import CorruptError
-from slurm_rl.storage.durable import publish, read_published, write_hint
+from slurm_rl.storage.durable import make_directory, publish, read_published, write_hint
 from slurm_rl.storage.rundir import RunDir
 from slurm_rl.types import Claim, Slot, canonical_json
 
@@ -42,11 +42,11 @@ def try_claim(run: RunDir, slot: Slot, claim: Claim) -> bool:
     which counts as an attempt.
     """
     folder = run.slot_dir(slot)
-    run.fs.mkdir(folder)
+    make_directory(folder, below=run.root, fs=run.fs)
     data = canonical_json(dataclasses.asdict(claim))
     won = publish(folder / f"{_PREFIX}{claim.epoch:04d}", data, fs=run.fs)
     if won:
-        run.fs.mkdir(attempt_dir(run, slot, claim))
+        make_directory(attempt_dir(run, slot, claim), below=folder, fs=run.fs)
     return won
 
 

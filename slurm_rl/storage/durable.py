@@ -45,6 +45,19 @@ def write_hint(path: Path, data: bytes, *, fs: Fs = POSIX) -> None:
     fs.rename(temporary, path)
 
 
+def make_directory(path: Path, *, below: Path, fs: Fs = POSIX) -> None:
+    """Make `path` so that a crash cannot take it away with what is published in it.
+
+    `below` is above it and durable already. What is there is synced too: another process may
+    have made it just now.
+    """
+    fs.mkdir(path)
+    for parent in path.parents:
+        fs.fsync_dir(parent)
+        if parent == below:
+            return
+
+
 def publish(path: Path, data: bytes, *, fs: Fs = POSIX) -> bool:
     """Make `path` with `data` unless it exists; True if what is there now is `data`.
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slurm_rl.errors import CorruptError
-from slurm_rl.storage.durable import publish, read_published, write_hint
+from slurm_rl.storage.durable import make_directory, publish, read_published, write_hint
 from slurm_rl.storage.rundir import RunDir
 from slurm_rl.types import canonical_json
 
@@ -49,7 +49,7 @@ def intent_path(folder: Path, number: int) -> Path:
 
 def publish_intent(run: RunDir, folder: Path, intent: Intent) -> bool:
     """Claim the right to submit number `intent.number`; False if somebody else has it."""
-    run.fs.mkdir(folder)
+    make_directory(folder, below=run.root, fs=run.fs)
     return publish(intent_path(folder, intent.number), canonical_json(asdict(intent)), fs=run.fs)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rl.errors import CorruptError, FormatError, NoRunError
-from slurm_rl.storage.durable import publish, read_published, write_file
+from slurm_rl.storage.durable import make_directory, publish, read_published, write_file
 from slurm_rl.storage.fs import POSIX, Fs
 from slurm_rl.types import RUN_FORMAT, Slot, canonical_json
 
@@ -91,8 +91,8 @@ def create_run(run: RunDir, identity: RunIdentity) -> bool:
 
     A crash leaves no run, or a whole one whose copies are made again by `write_copies`.
     """
-    run.fs.mkdir(run.control_dir)
-    run.fs.mkdir(run.root / "iterations")
+    make_directory(run.control_dir, below=run.root.parent, fs=run.fs)
+    make_directory(run.root / "iterations", below=run.root, fs=run.fs)
     data = canonical_json({key: getattr(identity, key) for key in RunIdentity.__slots__})
     won = publish(run.root / "run.json", data, fs=run.fs)
     if won:

@@ -1,0 +1,97 @@
+"""resume, pause, cancel, advance: what a person decides about a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slurm_rl.chain.advance import advance, look
+from slurm_rl.chain.observe import find_head, read_queue, slots_of
+from slurm_rl.chain.scheduler import JobState
+from slurm_rl.cli.runs import find_run
+from slurm_rl.cli.submit import report
+from slurm_rl.cli.terminal import say
+from slurm_rl.errors import NothingDone, SchedulerUnavailable
+from slurm_rl.launch.build import OpenRun
+from slurm_rl.storage.claims import read_claims
+from slurm_rl.storage.control import clear_stops, read_control, write_budget, write_pause
+from slurm_rl.types import StageRef
+
+
+def resume_run(path: Path, *, wait: bool) -> None:
+    """Take PAUSE and HALT away, forgive failures, and move on.
+
+    Raises NothingDone, saying why, if the run is not complete and nothing could be done.
+    """
+    opened = find_run(path)
+    root = opened.run.root
+    control = read_control(opened.run)
+    forgive(opened)
+    clear_stops(opened.run)
+    if find_head(opened.run, opened.chain.graph, control) >= opened.chain.graph.num_iterations:
+        say(f"{root}: complete; nothing to do")
+        return
+    outcome = advance(opened.chain)
+    report(opened, outcome)
+    live = [job for job in look(opened.chain).queue or () if job.state.is_live]
+    if not outcome.job_ids and not live:
+        why = "; ".join(outcome.plan.waiting) or "no reason known"
+        raise NothingDone(f"{root}: nothing was submitted: {why}", hint=f"`slurm-rl status {root}`")
+    if not outcome.job_ids:
+        say(f"{root}: {len(live)} job(s) of it are in the queue already")
+    if wait:
+        from slurm_rl.cli.watch import watch
+
+        watch(opened)
+
+
+def forgive(opened: OpenRun) -> None:
+    """Attempts made so far no longer count against the cap of the stages that are open."""
+    chain = opened.chain
+    control = read_control(opened.run)
+    head = find_head(opened.run, chain.graph, control)
+    forgiven = {}
+    for iteration in range(head, min(head + 2, chain.graph.num_iterations)):
+        for node in chain.graph.stages(iteration):
+            for slot in slots_of(chain.graph, control, StageRef(iteration, node.kind)):
+                claims = read_claims(opened.run, slot)
+                if claims:
+                    forgiven[str(slot)] = claims[-1].epoch
+    if forgiven and dict(control.forgiven) | forgiven != dict(control.forgiven):
+        write_budget(opened.run, forgiven)
+
+
+def pause_run(path: Path) -> None:
+    opened = find_run(path)
+    write_pause(opened.run, "slurm-rl pause")
+    say(f"{opened.run.root}: paused; what runs goes on. Continue with `slurm-rl resume`")
+
+
+def cancel_run(path: Path) -> None:
+    """Pause, then cancel: the other way round a job could submit another in between."""
+    opened = find_run(path)
+    num_jobs = stop_jobs(opened, "slurm-rl cancel")
+    say(f"{opened.run.root}: paused; {num_jobs} job(s) cancelled. Committed work stays.")
+    say(f"continue with: slurm-rl resume {opened.run.root}")
+
+
+def stop_jobs(opened: OpenRun, reason: str) -> int:
+    """Pause the run, cancel its jobs; how many."""
+    write_pause(opened.run, reason)
+    queue = read_queue(opened.chain.scheduler, opened.identity.short_id)
+    if queue is None:
+        raise SchedulerUnavailable(
+            f"{opened.run.root}: paused, but the scheduler does not answer: nothing is cancelled",
+            hint="repeat `slurm-rl cancel` later",
+        )
+    ids = sorted({job.base_id for job in queue if job.state is not JobState.ENDED})
+    if ids:
+        opened.chain.scheduler.cancel(ids)
+    return len(ids)
+
+
+def advance_run(path: Path) -> None:
+    """One advance. Silent when nothing happens, so that cron sends no mail."""
+    opened = find_run(path)
+    outcome = advance(opened.chain)
+    if outcome.job_ids or outcome.errors:
+        report(opened, outcome)

@@ -1,0 +1,54 @@
+"""logs: the log files of the newest attempt of a stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slurm_rl.chain.observe import find_head, slots_of
+from slurm_rl.cli.runs import find_run
+from slurm_rl.cli.terminal import say
+from slurm_rl.errors import NothingDone
+from slurm_rl.launch.build import OpenRun
+from slurm_rl.storage.claims import attempt_dir, read_latest_claim
+from slurm_rl.storage.control import read_control
+from slurm_rl.types import StageRef
+
+
+def show_logs(
+    path: Path, *, iteration: int | None, stage: str | None, num_lines: int, only_list: bool
+) -> None:
+    """Print the tails of the newest attempt's logs. Raises NothingDone if there are none."""
+    opened = find_run(path)
+    files = find_logs(opened, iteration, stage)
+    if not files:
+        raise NothingDone(
+            f"{opened.run.root}: no log yet",
+            hint=f"`slurm-rl status {opened.run.root}` shows its jobs",
+        )
+    for file in files:
+        say(f"==> {file}")
+        if not only_list:
+            lines = file.read_text(errors="replace").splitlines()
+            say("\n".join(lines[-num_lines:]))
+
+
+def find_logs(opened: OpenRun, iteration: int | None, stage: str | None) -> list[Path]:
+    """Log files of the newest attempt of the wanted stage, and of the jobs that made it."""
+    graph = opened.chain.graph
+    control = read_control(opened.run)
+    head = find_head(opened.run, graph, control)
+    wanted = [iteration] if iteration is not None else [head, head - 1]
+    for i in wanted:
+        if not 0 <= i < graph.num_iterations:
+            continue
+        kinds = [node.kind for node in graph.stages(i) if stage in (None, node.kind)]
+        for kind in reversed(kinds):
+            found: list[Path] = []
+            for slot in slots_of(graph, control, StageRef(i, kind)):
+                claim = read_latest_claim(opened.run, slot)
+                if claim is not None:
+                    found += sorted(attempt_dir(opened.run, slot, claim).glob("*.log"))
+            if found:
+                jobs = sorted(opened.run.logs_dir(i).glob(f"{kind}.*"))
+                return [*jobs[-1:], *found]
+    return []

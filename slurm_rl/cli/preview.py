@@ -1,0 +1,112 @@
+"""plan: what a configuration would do, without doing it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slurm_rl.chain.graph import Graph, Link, build_graph
+from slurm_rl.chain.plan import LinkView, SlotView, Submit, SubmitTick, View, plan
+from slurm_rl.chain.scheduler import LinkRequest
+from slurm_rl.cli.terminal import format_bytes, say
+from slurm_rl.config.derive import num_ranks, stage_slurm
+from slurm_rl.config.load import load_settings
+from slurm_rl.config.model_size import count_parameters
+from slurm_rl.config.schema import Settings
+from slurm_rl.launch.build import make_spec
+from slurm_rl.storage.control import Control
+from slurm_rl.types import StageRef
+
+#: A token as in a job's name, for texts that are never submitted.
+_TOKEN = "0123456789ab"
+
+
+def show_plan(config: Path, overrides: list[str], num_iterations: int) -> None:
+    """Print graph, first submissions, job texts, and the estimates."""
+    settings = load_settings(config, overrides)
+    graph = build_graph(settings)
+    say(f"run {settings.run_dir}: {settings.num_rollout} iterations, launcher {settings.launcher}")
+    _show_graph(graph, min(num_iterations, settings.num_rollout))
+    _show_first_jobs(settings, graph)
+    _show_estimates(settings)
+
+
+def _show_graph(graph: Graph, num_iterations: int) -> None:
+    say("\ngraph (stage <- parents):")
+    for iteration in range(num_iterations):
+        for node in graph.stages(iteration):
+            parents = graph.parents(StageRef(iteration, node.kind))
+            shown = ", ".join(f"{role}: {ref}" for role, ref in parents.items()) or "nothing"
+            shards = f" x {node.num_shards} shards" if node.num_shards > 1 else ""
+            say(f"  i{iteration:04d}.{node.kind}{shards} <- {shown}")
+
+
+def _show_first_jobs(settings: Settings, graph: Graph) -> None:
+    spec = make_spec(settings, _TOKEN[:6])
+    links: list[LinkView] = []
+    for link in graph.links_from(0):
+        if len(links) == spec.window:
+            break
+        links.append(_untouched(graph, link))
+    planned = plan(spec, View(Control(), tuple(links), queue=()))
+    say("\nfirst jobs:")
+    for action in planned.actions:
+        if isinstance(action, SubmitTick):
+            say(f"  {settings.run.name}.tick.<token>  begins in {action.begin_s:.0f} s")
+        elif isinstance(action, Submit):
+            after = f"  after {action.after.anchor}" if isinstance(action.after, Link) else ""
+            say(f"  {action.link.job_name(settings.run.name, '<token>')}{after}")
+    if settings.launcher == "slurm":
+        for view in {view.link.label: view for view in reversed(links)}.values():
+            _show_text(settings, view.link, view.missing_shards)
+
+
+def _untouched(graph: Graph, link: Link) -> LinkView:
+    slots = []
+    for ref in link.stages:
+        num_shards = graph.node(ref.kind).num_shards
+        shards = [None] if num_shards == 1 else list(range(num_shards))
+        slots += [SlotView(str(ref), shard) for shard in shards]
+    return LinkView(link, (), tuple(slots))
+
+
+def _show_text(settings: Settings, link: Link, shards: tuple[int, ...]) -> None:
+    from slurm_rl.launch.slurm import render_job
+
+    folder = f"iterations/{link.iteration:06d}/{link.anchor.kind}.t0"
+    root = settings.run_dir
+    name = link.job_name(settings.run.name, _TOKEN)
+    request = LinkRequest(
+        name=name,
+        command=("link", str(root), f"{folder}/submit.0001", name),
+        stages=link.stages,
+        shards=shards,
+        log=str(root / "iterations" / f"{link.iteration:06d}" / "logs" / f"{link.label}.0001"),
+    )
+    say(f"\n--- job text of {link.label} (token {_TOKEN} stands for a fresh one)")
+    say(render_job(settings, request))
+
+
+def _show_estimates(settings: Settings) -> None:
+    """Bytes an iteration writes and host memory a node needs, with how they were got."""
+    num_parameters = count_parameters(settings)
+    if num_parameters is None:
+        say("\nestimates: the model is not readable from here; run `slurm-rl validate`")
+        return
+    is_bf16 = bool(settings.train.megatron.get("bf16"))
+    weight_bytes = 2 if is_bf16 else 4
+    state_bytes = 14 if is_bf16 else 16
+    rollout = settings.rollout
+    num_samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    # token ids and log-probs, 4 bytes each, a mask, and the text twice over as JSON
+    samples = num_samples * (rollout.rollout_max_response_len * 17 + 2048)
+    checkpoint, weights = num_parameters * state_bytes, num_parameters * weight_bytes
+    nodes = int(stage_slurm(settings, "train").get("nodes", 1))
+    say(f"\nestimates for {num_parameters:,} parameters, {num_ranks(settings)} train rank(s):")
+    say(f"  checkpoint  {format_bytes(checkpoint)} ({state_bytes} bytes a parameter)")
+    say(f"  weights     {format_bytes(weights)} ({weight_bytes} bytes a parameter)")
+    say(f"  samples     at most {format_bytes(samples)} ({num_samples} samples)")
+    total = checkpoint + weights + samples
+    say(f"  written in one iteration {format_bytes(total)}; in the run "
+        f"{format_bytes(total * settings.num_rollout)}")
+    # A save holds this node's part of the state; the export gathers the weights on one node.
+    say(f"  host memory of a train node, for a save: {format_bytes(checkpoint / nodes + weights)}")

@@ -1,0 +1,26 @@
+"""Finding the run that a person means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slurm_rl.errors import NoRunError
+from slurm_rl.launch.build import OpenRun, open_run
+
+
+def find_run(path: Path) -> OpenRun:
+    """The run at `path`, or the one that the configuration at `path` makes.
+
+    Raises NoRunError, with what to type.
+    """
+    if path.is_file() and path.suffix in (".yaml", ".yml"):
+        from slurm_rl.config.load import load_settings
+
+        settings = load_settings(path)
+        if not (settings.run_dir / "run.json").exists():
+            raise NoRunError(
+                f"{path}: its run {settings.run_dir} does not exist yet",
+                hint=f"start it with `slurm-rl submit {path}`",
+            )
+        return open_run(settings.run_dir)
+    return open_run(path)

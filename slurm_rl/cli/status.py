@@ -1,0 +1,168 @@
+"""status and metrics: what a run has done and is doing, from the queue and the run directory."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from slurm_rl.chain.advance import look
+from slurm_rl.chain.observe import find_head, read_current
+from slurm_rl.chain.plan import View, is_tick, plan
+from slurm_rl.chain.scheduler import JobState
+from slurm_rl.cli.runs import find_run
+from slurm_rl.cli.terminal import format_seconds, say
+from slurm_rl.launch.build import OpenRun
+from slurm_rl.storage.control import Control
+from slurm_rl.types import Commit, StageRef
+
+_ETA_FROM = 5
+
+
+def show_status(path: Path, *, as_json: bool) -> None:
+    """One screen: where the run is, its jobs, and why it is not moving if it is not."""
+    opened = find_run(path)
+    view = look(opened.chain)
+    facts = collect_status(opened, view)
+    if as_json:
+        say(json.dumps(facts, indent=2))
+        return
+    say(f"{facts['run']}: {facts['state']}, {facts['done']}/{facts['iterations']} iterations")
+    if facts["last_reward"] is not None:
+        say(f"last reward {facts['last_reward']:.4g} (iteration {facts['last_reward_iteration']})")
+    if facts["eta_s"] is not None:
+        say(f"about {format_seconds(facts['eta_s'])} to go, by the last iterations")
+    if view.queue is None:
+        say("the scheduler does not answer; jobs are not shown")
+    _show_jobs(facts["jobs"])
+    for reason in facts["waiting"]:
+        say(f"waiting: {reason}")
+    halt = view.control.halt
+    if halt is not None:
+        say(f"halted: {halt.reason}")
+        say(f"  log: {halt.log}" if halt.log else "")
+        say(f"  {halt.hint}")
+
+
+def collect_status(opened: OpenRun, view: View) -> dict[str, Any]:
+    """The facts behind `status`, as `--json` prints them."""
+    graph = opened.chain.graph
+    head = find_head(opened.run, graph, view.control)
+    rewards = read_rewards(opened, range(max(0, head - 2), min(head + 1, graph.num_iterations)))
+    planned = plan(opened.chain.spec, view)
+    jobs = [
+        {
+            "job_id": job.job_id,
+            "name": job.name,
+            "state": job.raw or job.state.value,
+            "reason": job.reason,
+            "elapsed_s": job.elapsed_s,
+            "nodes": job.nodes,
+        }
+        for job in view.queue or ()
+        if job.state is not JobState.ENDED
+    ]
+    stage = next(
+        (str(link.link.anchor) for link in view.links if not link.is_done), "complete"
+    )
+    return {
+        "run": str(opened.run.root),
+        "state": _state(view, head, graph.num_iterations, jobs),
+        "stage": stage,
+        "done": head,
+        "iterations": graph.num_iterations,
+        "last_reward": rewards[-1][1] if rewards else None,
+        "last_reward_iteration": rewards[-1][0] if rewards else None,
+        "eta_s": _estimate_left(opened, view.control, head),
+        "jobs": jobs,
+        "waiting": [why for why in planned.waiting if not view.control.stopped],
+    }
+
+
+def read_rewards(opened: OpenRun, iterations: Iterable[int]) -> list[tuple[int, float]]:
+    """(iteration, mean raw reward) of the committed rollouts among `iterations`."""
+    from slurm_rl.storage.control import read_control
+
+    control = read_control(opened.run)
+    found = []
+    for iteration in iterations:
+        commit = _read(opened, control, StageRef(iteration, "rollout"))
+        metrics = commit.provenance.get("metrics", {}) if commit else {}
+        if "rollout/raw_reward" in metrics:
+            found.append((iteration, float(metrics["rollout/raw_reward"])))
+    return found
+
+
+def show_metrics(path: Path, *, as_jsonl: bool, last: int) -> None:
+    """The metrics of the last iterations, merged from their stages' commits."""
+    from slurm_rl.storage.control import read_control
+
+    opened = find_run(path)
+    control = read_control(opened.run)
+    graph = opened.chain.graph
+    head = find_head(opened.run, graph, control)
+    first = 0 if as_jsonl else max(0, head - last)
+    rows: list[dict[str, Any]] = []
+    for iteration in range(first, min(head + 1, graph.num_iterations)):
+        row: dict[str, Any] = {"iteration": iteration}
+        for node in graph.stages(iteration):
+            commit = _read(opened, control, StageRef(iteration, node.kind))
+            row |= commit.provenance.get("metrics", {}) if commit else {}
+        if len(row) > 1:
+            rows.append(row)
+    if as_jsonl:
+        for row in rows:
+            say(json.dumps(row))
+        return
+    names = ["rollout/raw_reward", "rollout/response_len", "train/loss", "train/grad_norm"]
+    names = [name for name in names if any(name in row for row in rows)]
+    say("  ".join(["iteration", *names]))
+    for row in rows:
+        cells = [f"{row[n]:>{len(n)}.4g}" if n in row else " " * len(n) for n in names]
+        say("  ".join([f"{row['iteration']:>9}", *cells]))
+
+
+def _state(view: View, head: int, num_iterations: int, jobs: list[dict[str, Any]]) -> str:
+    if head >= num_iterations:
+        return "complete"
+    if view.control.halt is not None:
+        return "halted"
+    if view.control.paused is not None:
+        return "paused"
+    if view.queue is None:
+        return "unknown"
+    if any(job["state"] == "RUNNING" and not is_tick(job["name"]) for job in jobs):
+        return "running"
+    return "pending" if jobs else "not moving"
+
+
+def _show_jobs(jobs: list[dict[str, Any]]) -> None:
+    if not jobs:
+        return
+    width = max(len(job["name"]) for job in jobs)
+    say(f"{'JOB':>10}  {'NAME':<{width}}  {'STATE':<10} {'TIME':>7}  NODES/REASON")
+    for job in jobs:
+        where = job["nodes"] or job["reason"]
+        elapsed = format_seconds(job["elapsed_s"]) if job["elapsed_s"] else ""
+        say(f"{job['job_id']:>10}  {job['name']:<{width}}  {job['state']:<10} {elapsed:>7}  {where}")
+
+
+def _estimate_left(opened: OpenRun, control: Control, head: int) -> float | None:
+    """Seconds to go, by the pace of the last iterations."""
+    graph = opened.chain.graph
+    if head < 2 or head >= graph.num_iterations:
+        return None
+    first = max(0, head - 1 - _ETA_FROM)
+    ends = []
+    for iteration in (first, head - 1):
+        commit = _read(opened, control, graph.last_stage(iteration))
+        if commit is None:
+            return None
+        ends.append(float(commit.provenance.get("ended", time.time())))
+    return (ends[1] - ends[0]) / max(1, head - 1 - first) * (graph.num_iterations - head)
+
+
+def _read(opened: OpenRun, control: Control, ref: StageRef) -> Commit | None:
+    return read_current(opened.run, opened.chain.graph, control, ref)

@@ -1,0 +1,91 @@
+"""verify and path: what is committed, whether it is whole, and where it lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slurm_rl.chain.observe import find_head, read_current
+from slurm_rl.cli.runs import find_run
+from slurm_rl.cli.terminal import format_bytes, say
+from slurm_rl.errors import CorruptError, NoRunError, NothingDone
+from slurm_rl.launch.build import OpenRun
+from slurm_rl.storage.commits import file_path, find_damage
+from slurm_rl.storage.control import Control, read_control
+from slurm_rl.types import Slot, StageRef
+
+#: What `slurm-rl path` can name, and the stage that makes it.
+_OUTPUTS = {"weights": "train", "checkpoint": "train", "samples": "rollout"}
+
+
+def verify_run(path: Path, *, iteration: int | None) -> None:
+    """Re-read every committed file. Raises CorruptError naming everything that is wrong."""
+    opened = find_run(path)
+    control = read_control(opened.run)
+    graph = opened.chain.graph
+    head = find_head(opened.run, graph, control)
+    iterations = [iteration] if iteration is not None else range(min(head + 1, graph.num_iterations))
+    damage: list[str] = []
+    num_commits = size_bytes = 0
+    for i in iterations:
+        for node in graph.stages(i):
+            ref = StageRef(i, node.kind)
+            found, size = _verify_stage(opened, control, ref, damage)
+            num_commits, size_bytes = num_commits + found, size_bytes + size
+    if damage:
+        shown = "\n  ".join(damage)
+        raise CorruptError(f"{opened.run.root}: {len(damage)} damaged:\n  {shown}")
+    say(f"{opened.run.root}: {num_commits} commits, {format_bytes(size_bytes)}, all as committed")
+
+
+def _verify_stage(
+    opened: OpenRun, control: Control, ref: StageRef, damage: list[str]
+) -> tuple[int, int]:
+    """(1 if there is a commit, bytes it names); appends what is wrong to `damage`."""
+    graph = opened.chain.graph
+    try:
+        commit = read_current(opened.run, graph, control, ref)
+        if commit is None:
+            return 0, 0
+        for role, parent in graph.parents(ref).items():
+            current = read_current(opened.run, graph, control, parent)
+            if current is None or commit.parents.get(role) != current.digest:
+                damage.append(f"{ref}: its {role} is not the current commit of {parent}")
+    except CorruptError as error:
+        damage.append(str(error))
+        return 1, 0
+    slot = Slot(ref.iteration, ref.kind, control.timeline_of(ref))
+    damage += find_damage(opened.run, slot, commit)
+    return 1, sum(entry.size_bytes for entry in commit.files)
+
+
+def print_path(path: Path, what: str, *, iteration: int | None) -> None:
+    """Print one path and nothing else, for use in a shell."""
+    opened = find_run(path)
+    if what == "run":
+        say(str(opened.run.root))
+        return
+    control = read_control(opened.run)
+    say(str(find_output(opened, control, what, iteration)))
+
+
+def find_output(
+    opened: OpenRun, control: Control, what: str, iteration: int | None = None
+) -> Path:
+    """Where the committed `what` of an iteration lies; the newest if None."""
+    if what not in _OUTPUTS:
+        raise NoRunError(f"{what!r} is not one of {', '.join([*_OUTPUTS, 'run'])}")
+    graph = opened.chain.graph
+    if iteration is None:
+        iteration = min(find_head(opened.run, graph, control), graph.num_iterations - 1)
+        candidates = [iteration, iteration - 1]
+    else:
+        candidates = [iteration]
+    for i in candidates:
+        ref = StageRef(i, _OUTPUTS[what])
+        commit = read_current(opened.run, graph, control, ref) if i >= 0 else None
+        if commit is not None:
+            slot = Slot(i, ref.kind, control.timeline_of(ref))
+            if what == "samples":
+                return file_path(opened.run, slot, commit, commit.files[0].path).parent
+            return opened.run.slot_dir(slot) / str(commit.provenance["attempt"]) / what
+    raise NothingDone(f"{opened.run.root}: no {what} are committed yet")

@@ -1,0 +1,112 @@
+"""Progress until the end: one line for each stage that commits.
+
+For a local run the watcher is also the advancer that ticks are under Slurm, and the one who stops
+the processes on Ctrl-C; a Slurm run goes on without it.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from slurm_rl.chain.advance import advance
+from slurm_rl.chain.observe import read_current
+from slurm_rl.cli.control import stop_jobs
+from slurm_rl.cli.runs import find_run
+from slurm_rl.cli.terminal import format_seconds, say
+from slurm_rl.errors import Halted, NothingDone
+from slurm_rl.launch.build import OpenRun
+from slurm_rl.storage.control import read_control
+from slurm_rl.types import Commit, StageRef
+
+_LOOK_S = 0.3
+#: How often a watcher moves the run on: processes can be asked at once, a controller is spared.
+_ADVANCE_S = {"local": 2.0, "slurm": 60.0}
+
+
+def watch_run(path: Path) -> None:
+    watch(find_run(path))
+
+
+def watch(opened: OpenRun) -> None:
+    """Show commits as they come. Raises Halted or NothingDone if the run stops short."""
+    began = time.monotonic()
+    root = opened.run.root
+    try:
+        num_shown = _follow(opened)
+    except KeyboardInterrupt:
+        if opened.settings.launcher == "local":
+            stop_jobs(opened, "interrupted")
+            say(f"\nstopped. Continue with: slurm-rl resume {root} --wait")
+        else:
+            say(f"\nno longer watching; the jobs go on. Look with: slurm-rl status {root}")
+        raise
+    say(f"complete: {num_shown} stages in {format_seconds(time.monotonic() - began)}")
+    show_end(opened)
+
+
+def show_end(opened: OpenRun) -> None:
+    """Where everything is, and what to type next."""
+    root, graph = opened.run.root, opened.chain.graph
+    control = read_control(opened.run)
+    from slurm_rl.cli.status import read_rewards
+
+    rewards = read_rewards(opened, range(graph.num_iterations))
+    if rewards:
+        say(f"reward: {rewards[0][1]:.3f} at first, {rewards[-1][1]:.3f} at the end")
+    from slurm_rl.cli.verify import find_output
+
+    say(f"weights: {find_output(opened, control, 'weights', graph.num_iterations - 1)}")
+    say(f"metrics: slurm-rl metrics {root}")
+    say(f"check it: slurm-rl verify {root}")
+
+
+def _follow(opened: OpenRun) -> int:
+    """Until every stage is shown; how many there were."""
+    chain = opened.chain
+    period_s = _ADVANCE_S[opened.settings.launcher]
+    next_advance = time.monotonic() + period_s
+    refs = [
+        StageRef(iteration, node.kind)
+        for iteration in range(chain.graph.num_iterations)
+        for node in chain.graph.stages(iteration)
+    ]
+    num_old = 0
+    for number, ref in enumerate(refs):
+        is_first_look = True
+        while (commit := _look(opened, ref)) is None:
+            is_first_look = False
+            time.sleep(_LOOK_S)
+            if time.monotonic() >= next_advance:
+                advance(chain)
+                next_advance = time.monotonic() + period_s
+        num_old += is_first_look and num_old == number
+        if not (is_first_look and num_old == number + 1) or number == 0:
+            say(_describe(ref, commit))
+    return len(refs)
+
+
+def _look(opened: OpenRun, ref: StageRef) -> Commit | None:
+    """The stage's commit; raises if the run has stopped and it will not come."""
+    control = read_control(opened.run)
+    commit = read_current(opened.run, opened.chain.graph, control, ref)
+    root = opened.run.root
+    if commit is None and control.halt is not None:
+        log = f" (log: {control.halt.log})" if control.halt.log else ""
+        raise Halted(f"{root}: halted: {control.halt.reason}{log}", hint=control.halt.hint)
+    if commit is None and control.paused is not None:
+        raise NothingDone(f"{root}: paused ({control.paused})", hint=f"`slurm-rl resume {root}`")
+    return commit
+
+
+def _describe(ref: StageRef, commit: Commit) -> str:
+    metrics = commit.provenance.get("metrics", {})
+    elapsed = commit.provenance.get("ended", 0.0) - commit.provenance.get("started", 0.0)
+    shown = {
+        "rollout/raw_reward": "reward",
+        "rollout/response_len": "length",
+        "train/loss": "loss",
+        "train/grad_norm": "grad norm",
+    }
+    numbers = [f"{label} {metrics[name]:.4g}" for name, label in shown.items() if name in metrics]
+    return f"{ref!s:<16} {format_seconds(elapsed):>6}  {'  '.join(numbers)}".rstrip()

@@ -1,0 +1,136 @@
+"""The process of a job: `python -m slurm_rl.launch.job link RUN INTENT NAME` or `… tick RUN NAME`.
+
+Under Slurm it is the batch process itself (the job's script execs it), so that it receives what
+`--signal=B:…` sends. It drives the supervisor's generator with real time and real signals.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from slurm_rl.chain.graph import Graph, Link
+from slurm_rl.config.derive import STAGE_KINDS
+from slurm_rl.errors import CorruptError, SlurmRlError
+from slurm_rl.launch import local
+from slurm_rl.launch.build import OpenRun, make_timing, open_run
+from slurm_rl.launch.payload import LocalRunner, SrunRunner
+from slurm_rl.launch.shape import fits
+from slurm_rl.launch.supervisor import EXIT_DONE, EXIT_UNFINISHED, Job, Supervisor
+from slurm_rl.launch.tick import tick_life
+from slurm_rl.storage.rundir import write_copies
+
+logger = logging.getLogger("slurm_rl.launch.job")
+
+_STOP_REASONS = {
+    signal.SIGTERM: "told to stop",
+    signal.SIGINT: "interrupted",
+    signal.SIGUSR1: "time limit",
+}
+
+
+def main(argv: list[str]) -> int:
+    """Run a link or a tick; the exit status is 0 only if the link's commit exists."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stdout
+    )
+    spool = os.environ.get(local.SPOOL_VARIABLE)
+    try:
+        if spool:
+            local.wait_turn(Path(spool))
+        if argv[0] == "tick":
+            return _run_tick(Path(argv[1]), argv[2])
+        return _run_link(Path(argv[1]), argv[2], argv[3])
+    except SlurmRlError as error:
+        logger.error("%s", error)
+        return error.exit_code
+    finally:
+        if spool:
+            local.forget(Path(spool))
+
+
+def _run_tick(root: Path, name: str) -> int:
+    opened = open_run(root)
+    for wait_s in tick_life(opened.chain, name):
+        time.sleep(wait_s)
+    return EXIT_DONE
+
+
+def _run_link(root: Path, intent: str, name: str) -> int:
+    opened = open_run(root)
+    if not opened.run.settings_path.exists():
+        write_copies(opened.run, opened.identity)
+    job = make_job(opened.chain.graph, root / intent, name, dict(os.environ))
+    for number in _STOP_REASONS:
+        signal.signal(number, _stopper(job))
+    supervisor = make_supervisor(opened, job)
+    return drive(supervisor, job)
+
+
+def make_job(graph: Graph, intent: Path, name: str, env: dict[str, str]) -> Job:
+    """What this process is, from its name and the scheduler's environment."""
+    iteration = int(intent.parent.parent.name)
+    label = name.split(".")[-2]
+    link = next((link for link in graph.links(iteration) if link.label == label), None)
+    if link is None:
+        # The run was made with another packing: the job does what its intent lies with.
+        link = Link(iteration, (intent.parent.name.partition(".")[0],))
+    task = env.get("SLURM_ARRAY_TASK_ID")
+    job_id = env.get("SLURM_JOB_ID", "")
+    if task is not None:
+        job_id = f"{env.get('SLURM_ARRAY_JOB_ID', job_id)}_{task}"
+    spool = env.get(local.SPOOL_VARIABLE)
+    if spool:
+        entry = local.read_entry(Path(spool))
+        if entry is None:
+            raise CorruptError(f"{spool}: the job's own entry is gone")
+        return Job(name, link, entry.task, entry.job_id)
+    return Job(name, link, None if task is None else int(task), job_id)
+
+
+def make_supervisor(opened: OpenRun, job: Job) -> Supervisor:
+    settings = opened.settings
+    is_slurm = settings.launcher == "slurm"
+    kinds = [kind for kind in STAGE_KINDS if kind != "tick"]
+    return Supervisor(
+        chain=opened.chain,
+        job=job,
+        runner=SrunRunner(settings) if is_slurm else LocalRunner(settings),
+        run_id=opened.identity.run_id,
+        settings_digest=opened.settings_digest,
+        timing=make_timing(settings),
+        monotonic=time.monotonic,
+        fits=lambda kind: fits(settings, have=job.link.kinds[-1], need=kind),
+        code_dir=opened.code_dir,
+        deadlines={kind: settings.stage(kind).deadline_s for kind in kinds},
+    )
+
+
+def drive(supervisor: Supervisor, job: Job) -> int:
+    """Run the supervisor in real time; a signal cuts a sleep short."""
+    life = supervisor.run()
+    while True:
+        try:
+            wait_s = next(life)
+        except StopIteration as end:
+            return int(end.value)
+        deadline = time.monotonic() + wait_s
+        had_stop = bool(job.stop)
+        while (left := deadline - time.monotonic()) > 0 and bool(job.stop) == had_stop:
+            time.sleep(min(left, 0.2))
+
+
+def _stopper(job: Job):  # type: ignore[no-untyped-def]
+    def stop(number: int, frame: FrameType | None) -> None:
+        job.stop = job.stop or _STOP_REASONS[signal.Signals(number)]
+
+    return stop
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

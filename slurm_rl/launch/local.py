@@ -1,0 +1,199 @@
+"""The local launcher: jobs as processes of this machine, for people without a cluster.
+
+A job is a detached process that waits for its turn and then runs the same supervisor as under
+Slurm. The queue is a folder of small files, `<run>/scheduler/jobs/<token>.json`; a job is live while
+its process is, and process ids that come round again are told apart by their start time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from slurm_rl.chain.scheduler import JobState, LinkRequest, QueuedJob
+from slurm_rl.errors import SchedulerError
+from slurm_rl.storage.durable import write_hint
+from slurm_rl.storage.rundir import RunDir
+
+#: Names the job's own entry; set for the child by `submit`.
+SPOOL_VARIABLE = "SLURM_RL_LOCAL_JOB"
+_APPEAR_S = 20.0
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class SpoolEntry:
+    """One local job. `after` names other entries by job id."""
+
+    job_id: str
+    name: str
+    pid: int
+    started: str
+    submitted: float
+    after: str | None = None
+    begin: float = 0.0
+    task: int | None = None
+
+
+@dataclass(frozen=True)
+class LocalScheduler:
+    """Implements `Scheduler` on processes."""
+
+    run: RunDir
+    run_name: str
+
+    @property
+    def jobs_dir(self) -> Path:
+        return self.run.scheduler_dir / "jobs"
+
+    def submit(self, request: LinkRequest) -> str:
+        """Start the job's process (one per shard); it waits for its turn by itself."""
+        self.run.fs.mkdir(self.jobs_dir)
+        token = request.name.rpartition(".")[2]
+        tasks: list[int | None] = list(request.shards) or [None]
+        for task in tasks:
+            self._start(request, token, task)
+        return token
+
+    def _start(self, request: LinkRequest, token: str, task: int | None) -> None:
+        job_id = token if task is None else f"{token}_{task}"
+        path = self.jobs_dir / f"{job_id}.json"
+        env = scrubbed_environment(os.environ) | {SPOOL_VARIABLE: str(path)}
+        argv = [sys.executable, "-m", "slurm_rl.launch.job", *request.command]
+        Path(request.log).parent.mkdir(parents=True, exist_ok=True)
+        with open(f"{request.log}.{job_id}.log", "ab") as log:
+            child = subprocess.Popen(
+                argv,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        now = time.time()
+        entry = SpoolEntry(
+            job_id=job_id,
+            name=request.name,
+            pid=child.pid,
+            started=process_start(child.pid),
+            submitted=now,
+            after=request.after,
+            begin=now + (request.begin_s or 0.0),
+            task=task,
+        )
+        write_hint(path, json.dumps(asdict(entry)).encode(), fs=self.run.fs)
+
+    def query(self) -> list[QueuedJob]:
+        jobs = []
+        for entry in self.entries():
+            if not is_alive(entry):
+                forget(self.jobs_dir / f"{entry.job_id}.json")
+                continue
+            running = (self.jobs_dir / f"{entry.job_id}.running").exists()
+            jobs.append(
+                QueuedJob(
+                    job_id=entry.job_id,
+                    name=entry.name,
+                    state=JobState.RUNNING if running else JobState.PENDING,
+                    after=(entry.after,) if entry.after and not running else (),
+                    age_s=time.time() - entry.submitted,
+                    elapsed_s=time.time() - entry.submitted if running else 0.0,
+                    nodes="localhost" if running else "",
+                    task=entry.task,
+                    raw="RUNNING" if running else "PENDING",
+                )
+            )
+        return jobs
+
+    def cancel(self, job_ids: list[str]) -> None:
+        """End jobs: a waiting one at once, a running one by SIGTERM to its supervisor."""
+        for entry in self.entries():
+            if entry.job_id.partition("_")[0] in job_ids or entry.job_id in job_ids:
+                if is_alive(entry):
+                    os.kill(entry.pid, signal.SIGTERM)
+
+    def repoint(self, job_id: str, after: str | None) -> None:
+        for entry in self.entries():
+            if entry.job_id.partition("_")[0] == job_id:
+                changed = SpoolEntry(**{**asdict(entry), "after": after})
+                path = self.jobs_dir / f"{entry.job_id}.json"
+                write_hint(path, json.dumps(asdict(changed)).encode(), fs=self.run.fs)
+
+    def requeue(self, job_id: str) -> bool:
+        return False  # a process that ends is gone; the next advance submits another
+
+    def entries(self) -> list[SpoolEntry]:
+        """Every entry that can be read, oldest first."""
+        found = []
+        for name in self.run.fs.list(self.jobs_dir):
+            if name.endswith(".json"):
+                entry = read_entry(self.jobs_dir / name)
+                if entry is not None:
+                    found.append(entry)
+        return sorted(found, key=lambda entry: entry.submitted)
+
+
+def wait_turn(spool: Path) -> None:
+    """In a job's process: wait until what it depends on has ended and its time has come."""
+    deadline = time.monotonic() + _APPEAR_S
+    while read_entry(spool) is None:
+        if time.monotonic() > deadline:
+            raise SchedulerError(f"{spool}: the submission was not completed")
+        time.sleep(_POLL_S)
+    while (entry := read_entry(spool)) is not None:
+        if time.time() >= entry.begin and not _is_waiting(spool.parent, entry.after):
+            break
+        time.sleep(_POLL_S)
+    spool.with_suffix(".running").touch()
+
+
+def forget(spool: Path) -> None:
+    """Take an ended job out of the queue."""
+    spool.unlink(missing_ok=True)
+    spool.with_suffix(".running").unlink(missing_ok=True)
+
+
+def read_entry(path: Path) -> SpoolEntry | None:
+    """The entry at `path`; None if it is not there (yet, or any more)."""
+    try:
+        return SpoolEntry(**json.loads(path.read_bytes()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+def is_alive(entry: SpoolEntry) -> bool:
+    """Whether the job's process is the one that was started, and has not ended."""
+    return bool(entry.started) and process_start(entry.pid) == entry.started
+
+
+def process_start(pid: int) -> str:
+    """When a process started, in clock ticks since boot; empty if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "" if fields[0] in ("Z", "X") else fields[19]
+
+
+def scrubbed_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """`base` without what a surrounding job would leak into a new one."""
+    dropped = ("SLURM_", "SBATCH_", "SRUN_", "PMI", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+    kept = ("SLURM_CONF",)
+    return {k: v for k, v in base.items() if k in kept or not k.startswith(dropped)}
+
+
+def _is_waiting(jobs_dir: Path, after: str | None) -> bool:
+    if after is None:
+        return False
+    for path in jobs_dir.glob(f"{after}*.json"):
+        entry = read_entry(path)
+        if entry is not None and is_alive(entry):
+            return True
+    return False

@@ -1,0 +1,176 @@
+"""Starting stage programs for real: ranks as subprocesses, or under `srun`, in a container or not.
+
+The program needs no Slurm binaries: it reads its order and writes its result in the attempt
+directory. Secrets from `env_file` travel in the environment alone: not in arguments, not in files.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slurm_rl.config.derive import num_ranks, stage_container, stage_env, stage_python, stage_slurm
+from slurm_rl.config.schema import Settings
+from slurm_rl.errors import ConfigError
+from slurm_rl.launch.containers import render_payload_command, render_payload_env
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass
+class LocalPayload:
+    """The ranks of one program as child processes of the supervisor, each in its own group."""
+
+    ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    logs: list[object] = field(default_factory=list)
+
+    def poll(self) -> int | None:
+        """None while any rank runs; the first failure ends the others."""
+        codes = [rank.poll() for rank in self.ranks]
+        failed = [code for code in codes if code]
+        if failed and None in codes:
+            self.kill()
+            return None
+        if None in codes:
+            return None
+        return failed[0] if failed else 0
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        for rank in self.ranks:
+            if rank.poll() is None:
+                try:
+                    os.killpg(rank.pid, number)
+                except ProcessLookupError:
+                    continue
+
+
+@dataclass(frozen=True)
+class LocalRunner:
+    """One child process per rank; the same environment names as torchrun's."""
+
+    settings: Settings
+
+    def start(self, order_path: Path, *, kind: str) -> LocalPayload:
+        world = num_ranks(self.settings) if kind == "train" else 1
+        attempt = order_path.parent
+        argv = stage_command(self.settings, order_path, kind=kind)
+        payload = LocalPayload()
+        for rank in range(world):
+            env = stage_environment(self.settings, kind, os.environ)
+            env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+            log = open(attempt / f"rank-{rank}.log", "ab")  # noqa: SIM115 (lives with the child)
+            payload.logs.append(log)
+            payload.ranks.append(_spawn(argv, env, log.fileno()))
+        return payload
+
+
+@dataclass(frozen=True)
+class SrunRunner:
+    """One `srun` step for all ranks of the program."""
+
+    settings: Settings
+
+    def start(self, order_path: Path, *, kind: str) -> LocalPayload:
+        attempt = order_path.parent
+        world = num_ranks(self.settings) if kind == "train" else 1
+        options = stage_slurm(self.settings, kind)
+        argv = ["srun", "--kill-on-bad-exit=1", f"--ntasks={world}", "--open-mode=append"]
+        argv += [f"--output={attempt}/rank-%t.log", "--unbuffered"]
+        if world == 1:
+            argv.append("--nodes=1")
+        # Since 22.05 srun no longer takes --cpus-per-task from the job.
+        if "cpus_per_task" in options:
+            argv.append(f"--cpus-per-task={options['cpus_per_task']}")
+        argv += stage_command(self.settings, order_path, kind=kind)
+        env = stage_environment(self.settings, kind, os.environ)
+        env["WORLD_SIZE"] = str(world)
+        # One of these from the job would contradict another that srun derives.
+        env.pop("SLURM_EXPORT_ENV", None)
+        with open(attempt / "srun.log", "ab") as log:
+            return LocalPayload([_spawn(argv, env, log.fileno())])
+
+
+def stage_command(settings: Settings, order_path: Path, *, kind: str) -> list[str]:
+    """Arguments that run a stage's program, inside its container if it has one.
+
+    Under pyxis the list begins with srun's own `--container-…` options. What the order points
+    to is mounted at the same place inside.
+    """
+    python = stage_python(settings, kind) or sys.executable
+    return render_payload_command(
+        [python, "-u", "-m", "slurm_rl.stages", str(order_path)],
+        container=stage_container(settings, kind),
+        env=_own_environment(settings, kind),
+        attempt_name=order_path.parent.name,
+        launcher=settings.launcher,
+        binds=_binds(settings),
+    )
+
+
+def stage_environment(settings: Settings, kind: str, base: Mapping[str, str]) -> dict[str, str]:
+    """Environment of a stage's program: the job's, the stage's, and the user's secrets."""
+    own = _own_environment(settings, kind)
+    return {**base, **render_payload_env(stage_container(settings, kind), own)}
+
+
+def _own_environment(settings: Settings, kind: str) -> dict[str, str]:
+    env = stage_env(settings, kind)
+    return {**env, **read_env_file(Path(settings.env_file))} if settings.env_file else env
+
+
+def _binds(settings: Settings) -> list[str]:
+    """Host paths that a stage's program reads or writes: the run, the model, the prompts."""
+    paths = [str(settings.run_dir.absolute())]
+    if settings.hf_checkpoint:
+        paths.append(settings.hf_checkpoint)
+    paths.append(str(Path(settings.rollout.prompt_data.partition("@[")[0]).parent))
+    return paths
+
+
+def read_env_file(path: Path) -> dict[str, str]:
+    """`KEY=VALUE` lines; blank ones and `#` comments are skipped. Raises ConfigError."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"env_file = {path}: {error.strerror}", hint="make it readable") from error
+    found = {}
+    for number, line in enumerate(lines, 1):
+        text = line.strip().removeprefix("export ")
+        if not text or text.startswith("#"):
+            continue
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip().isidentifier():
+            # The line may hold a secret: it is named by its number alone.
+            raise ConfigError(f"{path}:{number}: not a KEY=VALUE line")
+        found[name.strip()] = value.strip().strip("\"'")
+    return found
+
+
+def _spawn(argv: list[str], env: dict[str, str], log: int) -> subprocess.Popen[bytes]:
+    """A child in a process group of its own that is told to stop if we die."""
+    return subprocess.Popen(
+        argv,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=_die_with_parent,  # we have no threads when we start a program
+    )
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,41 @@
+"""The shape of a job: whether an allocation made for one stage can run another."""
+
+from __future__ import annotations
+
+from slurm_rl.config.derive import gpu_count, num_ranks, stage_slurm
+from slurm_rl.config.schema import Settings
+
+
+def job_shape(settings: Settings, kind: str) -> dict[str, int | str]:
+    """What a stage's job asks for: amounts as numbers, the rest as text."""
+    options = stage_slurm(settings, kind)
+    shape: dict[str, int | str] = {
+        "nodes": int(options.get("nodes", 1)),
+        "ntasks": int(options.get("nodes", 1)) * int(options.get("ntasks_per_node", 1)),
+        "cpus_per_task": int(options.get("cpus_per_task", 1)),
+        "gpus_per_node": gpu_count(options.get("gpus_per_node")) or 0,
+    }
+    if kind == "train":
+        shape["ntasks"] = num_ranks(settings)
+    for name in ("constraint", "mem", "gres", "gpus", "partition"):
+        if name in options:
+            shape[name] = str(options[name])
+    return shape
+
+
+def fits(settings: Settings, *, have: str, need: str) -> bool:
+    """Whether a job of stage kind `have` can run stage kind `need`.
+
+    Amounts may be larger than needed; anything else must be the same. Locally all fit.
+    """
+    if have == need or settings.launcher == "local":
+        return True
+    ours, theirs = job_shape(settings, have), job_shape(settings, need)
+    for name, wanted in theirs.items():
+        got = ours.get(name)
+        if isinstance(wanted, int) and isinstance(got, int):
+            if got < wanted:
+                return False
+        elif name != "partition" and got != wanted:
+            return False
+    return True

@@ -1,0 +1,298 @@
+"""The supervisor: what a job does around a stage's program.
+
+It re-reads control and disk, takes the earliest runnable stage that its allocation fits (normally
+its own), claims it, starts the program, shows a heartbeat, publishes what the program leaves, and
+advances the chain. It holds no state that matters: killed anywhere, the next job goes on from disk.
+
+It is written as a generator that yields the seconds it wants to sleep, so that the same code runs
+in a real job (`launch/job.py`) and on the in-memory cluster with its virtual clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from slurm_rl.chain.advance import Chain, advance
+from slurm_rl.chain.graph import Link
+from slurm_rl.chain.observe import find_head, read_current, read_queue, slots_of, view_slot
+from slurm_rl.chain.scheduler import JobState, make_claim_token
+from slurm_rl.errors import SchedulerError, SlurmRlError
+from slurm_rl.launch.attempt import Attempt, AttemptOutcome
+from slurm_rl.storage.claims import (
+    new_token,
+    read_claims,
+    read_end,
+    read_heartbeat,
+    read_latest_claim,
+    try_claim,
+)
+from slurm_rl.storage.commits import read_commit
+from slurm_rl.storage.control import Control, read_control, write_pause
+from slurm_rl.types import Claim, Slot
+
+logger = logging.getLogger(__name__)
+
+#: The job's own stage (or shard) has its commit.
+EXIT_DONE = 0
+#: It has not: stopped, failed, paused, or nothing to do (EX_TEMPFAIL: squeue tells people).
+EXIT_UNFINISHED = 75
+#: How long a requeued job waits for Slurm to end it.
+_REQUEUE_WAIT_S = 120.0
+
+Sleeps = Generator[float, None, int]
+
+
+class Payload(Protocol):
+    """A running stage program (all its ranks)."""
+
+    def poll(self) -> int | None:
+        """Its exit status (negative: a signal), or None while it runs."""
+        ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Runner(Protocol):
+    """Starts stage programs."""
+
+    def start(self, order_path: Path, *, kind: str) -> Payload: ...
+
+
+@dataclass
+class Job:
+    """What a supervisor knows of the job it runs in.
+
+    stop: set from outside (a signal) to the reason why the job must end soon.
+    """
+
+    name: str
+    link: Link
+    task: int | None = None
+    job_id: str = ""
+    node: str = field(default_factory=socket.gethostname)
+    stop: str = ""
+
+    @property
+    def token(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def claim_token(self) -> str:
+        return make_claim_token(self.token, self.task)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds, by the supervisor's own clock."""
+
+    lease_s: float = 60.0
+    heartbeat_s: float = 5.0
+    poll_s: float = 0.1
+    wait_s: float = 600.0
+    stop_grace_s: float = 60.0
+
+
+@dataclass
+class Supervisor:
+    """One job's life.
+
+    fits:      whether this allocation can run a stage kind.
+    monotonic: the observer's own clock; liveness is change seen on it.
+    """
+
+    chain: Chain
+    job: Job
+    runner: Runner
+    run_id: str
+    settings_digest: str
+    timing: Timing
+    monotonic: Callable[[], float]
+    fits: Callable[[str], bool] = lambda kind: True
+    code_dir: str = ""
+    deadlines: dict[str, float | None] = field(default_factory=dict)
+    _seen: dict[tuple[Slot, int], tuple[str, float]] = field(default_factory=dict)
+    _free_after: dict[Slot, int] = field(default_factory=dict)
+
+    def run(self) -> Sleeps:
+        """Work until the own link is complete or nothing more can be done; the exit status."""
+        while not self.job.stop:
+            slot = yield from self._find_work()
+            if slot is None:
+                break
+            outcome = yield from self._attempt(slot)
+            if outcome is AttemptOutcome.STOPPED:
+                yield from self._leave()
+                return EXIT_UNFINISHED
+            if outcome is AttemptOutcome.SUPERSEDED and self._is_reborn(slot):
+                return EXIT_UNFINISHED
+            if outcome in (AttemptOutcome.FAILED, AttemptOutcome.SUPERSEDED):
+                break
+        self._advance(leaving=True)
+        return EXIT_DONE if self._is_own_done() else EXIT_UNFINISHED
+
+    # -- finding work -------------------------------------------------------------------------
+
+    def _find_work(self) -> Generator[float, None, Slot | None]:
+        """The slot to claim next; waits while the only runnable stage is held by a live claim."""
+        deadline = self.monotonic() + self.timing.wait_s
+        while not self.job.stop:
+            control = read_control(self.chain.run)
+            if control.stopped:
+                logger.info("the run is %s", "halted" if control.halt else "paused")
+                return None
+            if self._is_own_done():
+                return None
+            slots = self._runnable(control)
+            free = next((slot for slot in slots if self._is_free(slot, control)), None)
+            if free is not None:
+                return free
+            if not slots:
+                logger.info("nothing to do: no stage that fits this job is runnable")
+                return None
+            if self.monotonic() > deadline:
+                logger.info("%s is held by a live claim; not waiting longer", slots[0])
+                return None
+            yield min(1.0, self.timing.heartbeat_s)
+        return None
+
+    def _runnable(self, control: Control) -> list[Slot]:
+        """Uncommitted slots with committed parents that fit; the own ones first."""
+        run, graph = self.chain.run, self.chain.graph
+        own = set(self._own_slots(control))
+        found = []
+        refs = [ref for link in self._window(control) for ref in link.stages]
+        for ref in dict.fromkeys([*self.job.link.stages, *refs]):
+            if not self.fits(ref.kind) or read_current(run, graph, control, ref) is not None:
+                continue
+            parents = graph.parents(ref).values()
+            if any(read_current(run, graph, control, parent) is None for parent in parents):
+                continue
+            found += [s for s in slots_of(graph, control, ref) if read_commit(run, s) is None]
+        return sorted(found, key=lambda slot: slot not in own)
+
+    def _window(self, control: Control) -> list[Link]:
+        """Links that this job may work on: from the first that is not complete to its own."""
+        graph, last = self.chain.graph, self.job.link.iteration
+        first = find_head(self.chain.run, graph, control)
+        return [link for i in range(first, last + 1) for link in graph.links(i)]
+
+    def _own_slots(self, control: Control) -> list[Slot]:
+        slots = [s for ref in self.job.link.stages for s in slots_of(self.chain.graph, control, ref)]
+        return [s for s in slots if s.shard is None or self.job.task in (None, s.shard)]
+
+    def _is_own_done(self) -> bool:
+        control = read_control(self.chain.run)
+        return all(read_commit(self.chain.run, s) is not None for s in self._own_slots(control))
+
+    def _is_free(self, slot: Slot, control: Control) -> bool:
+        """Whether the slot may be claimed now: unclaimed, ours, or of an attempt that is over."""
+        claims = read_claims(self.chain.run, slot)
+        self._free_after[slot] = claims[-1].epoch if claims else 0
+        if not claims:
+            return True
+        last = claims[-1]
+        if last.job_token == self.job.claim_token:
+            return True  # a requeue of this very job: its own earlier claim
+        if read_end(self.chain.run, slot, last) is None and not self._is_silent(slot, last):
+            return False
+        view = view_slot(self.chain.run, control, slot, (), self.chain.clock())
+        spec = self.chain.spec
+        if view.failures >= spec.max_attempts:
+            return False  # the next advance halts the run
+        delay = spec.retry_delay_s * 2 ** (view.failures - 1) if view.failures else 0.0
+        return view.since_failure_s >= delay
+
+    def _is_silent(self, slot: Slot, claim: Claim) -> bool:
+        """Whether the holder's heartbeat has not changed for a lease, while we watched."""
+        now, counter = self.monotonic(), read_heartbeat(self.chain.run, slot, claim)
+        known = self._seen.get((slot, claim.epoch))
+        if known is None or known[0] != counter:
+            self._seen[slot, claim.epoch] = (counter, now)
+            return False
+        if now - known[1] < self.timing.lease_s:
+            return False
+        queue = read_queue(self.chain.scheduler, self.chain.spec.short_id)
+        running = {j.claim_token for j in queue or () if j.state is JobState.RUNNING}
+        return claim.job_token not in running
+
+    # -- working ------------------------------------------------------------------------------
+
+    def _attempt(self, slot: Slot) -> Generator[float, None, AttemptOutcome]:
+        run = self.chain.run
+        control = read_control(run)
+        if control.timeline_of(slot.stage) != slot.timeline:
+            return AttemptOutcome.LOST
+        claims = read_claims(run, slot)
+        epoch = 1 + max((c.epoch for c in claims), default=0)
+        if epoch != 1 + self._free_after[slot]:
+            return AttemptOutcome.LOST  # claimed since it was found free: that one may be alive
+        claim = Claim(
+            epoch=epoch,
+            job_token=self.job.claim_token,
+            attempt_token=new_token(),
+            host=self.job.node,
+            pid=os.getpid(),
+            job_id=self.job.job_id,
+        )
+        if not try_claim(run, slot, claim):
+            logger.info("%s: somebody else claimed epoch %d", slot, claim.epoch)
+            return AttemptOutcome.LOST
+        logger.info("%s: claimed, attempt %s", slot, claim.attempt_name)
+        attempt = Attempt(self, slot, claim, control, claims)
+        outcome = yield from attempt.run()
+        return outcome
+
+    def _advance(self, *, leaving: bool) -> None:
+        """Advance the chain; whatever goes wrong there must not fail the stage."""
+        own = (self.job.token, self.job.task) if leaving else None
+        try:
+            advance(self.chain, own=own)
+        except (SlurmRlError, OSError) as error:
+            logger.warning("advance: %s", error)
+
+    def advance_beside(self) -> None:
+        """Keep the window filled while the program works."""
+        self._advance(leaving=False)
+
+    def _is_reborn(self, slot: Slot) -> bool:
+        """Whether a later life of this very job has the slot: then the job goes on without us."""
+        last = read_latest_claim(self.chain.run, slot)
+        return last is not None and last.job_token == self.job.claim_token
+
+    # -- leaving ------------------------------------------------------------------------------
+
+    def _leave(self) -> Generator[float, None, None]:
+        """Go back to the queue by itself; never with exit status 0.
+
+        On a default site a preemption reaches the program only, so its end is what tells us. A
+        `scancel` looks the same but for the job's state: that pauses the run.
+        """
+        if not self.job.job_id:
+            return
+        try:
+            queue = read_queue(self.chain.scheduler, self.chain.spec.short_id) or ()
+            own = [j for j in queue if (j.token, j.task) == (self.job.token, self.job.task)]
+            if any(j.raw == "CANCELLED" for j in own):
+                write_pause(self.chain.run, f"job {self.job.job_id} was cancelled by hand")
+                return
+            # By name: an id may be somebody else's by now.
+            at_work = (JobState.RUNNING, JobState.UNKNOWN)
+            mine = any(j.job_id == self.job.job_id and j.state in at_work for j in own)
+            if mine and self.chain.scheduler.requeue(self.job.job_id):
+                logger.info("requeued; waiting for the scheduler to end this job")
+                waited = 0.0
+                while waited < _REQUEUE_WAIT_S:
+                    yield 1.0
+                    waited += 1.0
+                return
+        except SchedulerError as error:
+            logger.warning("requeue: %s", error)
+        self._advance(leaving=True)

@@ -1,0 +1,47 @@
+"""One real Slurm for all tests of this folder: started once, wiped at the end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slurm.cluster import Cluster
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything here needs the cluster."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.slurm)
+
+
+@pytest.fixture(scope="session")
+def running_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if os.getuid() != 0:
+        pytest.skip("a cluster of namespaces needs root")
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
+    # Readable for any node's daemons, whoever they run as.
+    for folder in (cluster.root, *list(cluster.root.parents)[:2]):
+        folder.chmod(0o755)
+    before = os.environ.get("SLURM_CONF")
+    os.environ["SLURM_CONF"] = str(cluster.conf)
+    try:
+        cluster.tool("start")
+        yield cluster
+    finally:
+        cluster.tool("stop", "--wipe")
+        os.environ.pop("SLURM_CONF")
+        if before is not None:
+            os.environ["SLURM_CONF"] = before
+
+
+@pytest.fixture
+def cluster(running_cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster, whole and with an empty queue."""
+    yield running_cluster
+    running_cluster.tool("start")
+    running_cluster.clear()

@@ -1,0 +1,247 @@
+"""The toy stages: training state is a chain of digests, so that anything lost or doubled shows.
+
+A rollout derives samples from the weights, the seed and its data cursor, and journals each group;
+a train step digests the state before with all samples. `toy_steps` is a generator: it yields how
+long it works (seconds) between effects, and returns the result. Run as a script it does the same
+in real time:
+
+    python program.py -u -m slurm_rl.stages ORDER.json        (all but the last is ignored)
+
+On demand it fails: `<run>/toy/fail-<kind>-<iteration>.json` holds `{"how": …, "times": n}` with
+how = user | system | crash | hang | lie (exit 0 and no result).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+from slurm_rl.errors import CorruptError, DataError, EngineError, SlurmRlError
+from slurm_rl.seeds import derive_seed
+from slurm_rl.storage.digest import digest_bytes, digest_entries, digest_file, digest_value
+from slurm_rl.storage.durable import seal_files, write_file
+from slurm_rl.storage.fs import POSIX, Fs
+from slurm_rl.types import Input, Order, Result, canonical_json, dump_record, parse_order
+
+Steps = Generator[float, None, Result | None]
+
+#: Seconds that a piece of work takes.
+WORK_S = 4.0
+
+
+class Crash(BaseException):
+    """The program ends like one that was hit by SIGKILL."""
+
+
+def toy_steps(order: Order, *, fs: Fs = POSIX) -> Steps:
+    """The whole program; leaves `result.json` last. Raises the package's own errors."""
+    yield WORK_S
+    how = take_failure(order)
+    if how == "lie":
+        return None
+    if how == "hang":
+        while True:
+            yield WORK_S
+    if how == "crash":
+        raise Crash
+    if how is not None:
+        raise (DataError if how == "user" else EngineError)(f"told to fail ({how})")
+    settings = json.loads(fs.read(Path(order.settings_path)))
+    result = yield from PROGRAMS[order.kind](order, settings, fs)
+    write_file(Path(order.attempt_dir) / "result.json", dump_record(result), fs=fs)
+    return result
+
+
+def init_steps(order: Order, settings: dict[str, Any], fs: Fs) -> Generator[float, None, Result]:
+    folder = Path(order.attempt_dir)
+    write_state(folder / "weights", {"version": 0, "state": digest_value(settings["seed"])}, fs)
+    yield WORK_S
+    files = seal_files(folder, ["weights/state.json"], fs=fs)
+    return Result(files, {"weights": {"version": 0, "digest": digest_entries(files)}})
+
+
+def rollout_steps(order: Order, settings: dict[str, Any], fs: Fs) -> Generator[float, None, Result]:
+    folder = Path(order.attempt_dir)
+    weights = read_state(order.input("weights"), "weights/state.json")
+    batch = int(settings["rollout"]["rollout_batch_size"])
+    copies = int(settings["rollout"]["n_samples_per_prompt"])
+    first = order.inputs["previous"].content["cursor"]["position"] if order.iteration else 0
+    mine = range(first + order.shard, first + batch, order.num_shards)
+    done = read_journals(order)
+    for position in mine:
+        if position not in done:
+            done[position] = [
+                make_sample(settings["seed"], weights, order.iteration, position, copy)
+                for copy in range(copies)
+            ]
+            yield WORK_S
+        line = canonical_json({"position": position, "samples": done[position]})
+        fs.append(folder / "journal.jsonl", line + b"\n")
+    lines = [canonical_json(sample) for position in mine for sample in done[position]]
+    fs.create(folder / "samples.jsonl", b"".join(line + b"\n" for line in lines))
+    files = seal_files(folder, ["samples.jsonl"], fs=fs)
+    content = {
+        "weights": order.input("weights").content["weights"],
+        "cursor": {"position": first + batch},
+        "num_samples": len(lines),
+        "num_groups": len(mine),
+        "seed": settings["seed"],
+    }
+    return Result(files, content, metrics={"reward": 1.0})
+
+
+def train_steps(order: Order, settings: dict[str, Any], fs: Fs) -> Generator[float, None, Result]:
+    folder = Path(order.attempt_dir)
+    rollout, checkpoint = order.input("rollout"), order.input("checkpoint")
+    before = read_state(checkpoint, f"{'checkpoint' if order.iteration else 'weights'}/state.json")
+    samples = read_samples(rollout)
+    check_samples(samples, settings, before, order.iteration)
+    yield WORK_S
+    after = {
+        "version": order.iteration + 1,
+        "state": digest_value([before["state"], samples, settings["seed"]]),
+    }
+    write_state(folder / "checkpoint", after, fs)
+    yield WORK_S
+    write_state(folder / "weights", after, fs)
+    files = seal_files(folder, ["checkpoint/state.json", "weights/state.json"], fs=fs)
+    weights = [entry for entry in files if entry.path.startswith("weights/")]
+    trained = int(checkpoint.content.get("num_samples_trained", 0)) + len(samples)
+    content = {
+        "weights": {"version": order.iteration + 1, "digest": digest_entries(weights)},
+        "cursor": rollout.content["cursor"],
+        "optimizer_steps": order.iteration + 1,
+        "num_samples_trained": trained,
+    }
+    return Result(files, content)
+
+
+PROGRAMS = {"init": init_steps, "rollout": rollout_steps, "train": train_steps}
+
+
+def make_sample(
+    seed: int, weights: dict[str, Any], iteration: int, position: int, copy: int
+) -> dict[str, Any]:
+    """One sample: a function of nothing but its arguments."""
+    drawn = derive_seed(seed, "sample", iteration, position, copy)
+    text = digest_bytes(f"{weights['state']} {drawn}".encode())
+    return {"position": position, "copy": copy, "text": text, "version": weights["version"]}
+
+
+def check_samples(
+    samples: list[dict[str, Any]], settings: dict[str, Any], before: dict[str, Any], iteration: int
+) -> None:
+    """Every sample of the batch once, from the weights that are trained. Raises CorruptError."""
+    batch = int(settings["rollout"]["rollout_batch_size"])
+    copies = int(settings["rollout"]["n_samples_per_prompt"])
+    wanted = [
+        (position, copy)
+        for position in range(iteration * batch, (iteration + 1) * batch)
+        for copy in range(copies)
+    ]
+    found = [(sample["position"], sample["copy"]) for sample in samples]
+    if found != wanted:
+        raise CorruptError(f"iteration {iteration}: samples {found}, wanted {wanted}")
+    if {sample["version"] for sample in samples} != {before["version"]}:
+        raise CorruptError(f"iteration {iteration}: samples of other weights than the trained ones")
+
+
+def write_state(folder: Path, state: dict[str, Any], fs: Fs) -> None:
+    fs.mkdir(folder)
+    fs.create(folder / "state.json", canonical_json(state))
+
+
+def read_state(source: Input, name: str) -> dict[str, Any]:
+    """A committed state, its digest checked against what was committed."""
+    path = Path(source.files[name])
+    wanted = next(e["digest"] for e in source.content["files"] if e["path"] == name)
+    if digest_file(path) != wanted:
+        raise CorruptError(f"{path}: not what was committed")
+    state: dict[str, Any] = json.loads(path.read_bytes())
+    return state
+
+
+def read_samples(rollout: Input) -> list[dict[str, Any]]:
+    lines = [
+        json.loads(line)
+        for path in rollout.named("samples.jsonl")
+        for line in Path(path).read_bytes().splitlines()
+    ]
+    return sorted(lines, key=lambda sample: (sample["position"], sample["copy"]))
+
+
+def read_journals(order: Order) -> dict[int, list[dict[str, Any]]]:
+    """Finished groups of earlier attempts; a torn last line is left out."""
+    found = {}
+    for folder in order.earlier_attempts:
+        path = Path(folder) / "journal.jsonl"
+        for line in path.read_bytes().splitlines() if path.exists() else []:
+            try:
+                raw = json.loads(line)
+            except ValueError:
+                continue
+            found[int(raw["position"])] = raw["samples"]
+    return found
+
+
+def take_failure(order: Order) -> str | None:
+    """How to fail now, if a flag file says so and is not used up."""
+    path = Path(order.run_dir) / "toy" / f"fail-{order.kind}-{order.iteration}.json"
+    if not path.exists():
+        return None
+    flag = json.loads(path.read_bytes())
+    for number in range(flag.get("times", 1)):
+        try:
+            path.with_suffix(f".used-{number}").touch(exist_ok=False)
+            return str(flag["how"])
+        except FileExistsError:
+            continue
+    return None
+
+
+def fail_stage(run_dir: Path, kind: str, iteration: int, *, how: str, times: int = 1) -> None:
+    """Ask the next `times` attempts at a stage to fail."""
+    folder = run_dir / "toy"
+    folder.mkdir(exist_ok=True)
+    flag = json.dumps({"how": how, "times": times})
+    (folder / f"fail-{kind}-{iteration}.json").write_text(flag)
+
+
+def leave_failure(order: Order, error: SlurmRlError, fs: Fs) -> int:
+    """`failure.json` as the real entry point leaves it; the exit status."""
+    failure = {
+        "blame": error.blame,
+        "error": type(error).__name__,
+        "message": error.message,
+        "hint": error.hint,
+    }
+    write_file(Path(order.attempt_dir) / "failure.json", canonical_json(failure), fs=fs)
+    return error.exit_code
+
+
+def main(arguments: list[str]) -> int:
+    """The script: `TOY_SECOND` real seconds for each second of work (0.02 unless set)."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
+    if int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0) != 0:
+        return 0
+    order = parse_order(Path(arguments[-1]).read_bytes())
+    second = float(os.environ.get("TOY_SECOND", "0.02"))
+    try:
+        for work_s in toy_steps(order):
+            time.sleep(work_s * second)
+    except Crash:
+        os.kill(os.getpid(), signal.SIGKILL)
+    except SlurmRlError as error:
+        print(error, file=sys.stderr)
+        return leave_failure(order, error, POSIX)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
