@@ -1,0 +1,147 @@
+"""The process around a stage program: `python -m slurm_rl.stages <attempt>/order.json`.
+
+Owns the way in (order, settings, logging, the user's code on the path, signals) and the way
+out: `result.json` from rank 0 and exit code 0, or `failure.json` and another code. It never
+publishes a COMMIT; that is the supervisor's.
+
+    failure.json   {"blame": "user" | "system", "error": <class>, "message": …, "hint": …}
+                   The first rank to fail writes it; the others' errors follow from that one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from pydantic import ValidationError
+
+from slurm_rl.config.schema import Settings
+from slurm_rl.errors import ConfigError, SlurmRlError, SpaceError
+from slurm_rl.storage.durable import publish, write_file
+from slurm_rl.types import Order, Result, canonical_json, dump_record, parse_order
+
+log = logging.getLogger("slurm_rl.stages")
+
+#: kind -> module and function; imported when needed, since each brings its own libraries.
+PROGRAMS = {
+    "init": ("slurm_rl.stages.init", "run_init"),
+    "rollout": ("slurm_rl.stages.rollout", "run_rollout"),
+    "train": ("slurm_rl.stages.train", "run_train"),
+}
+
+
+class Stopped(BaseException):
+    """A signal told us to stop. Not an Exception: nothing but the entry may swallow it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number
+
+
+def main(arguments: list[str]) -> int:
+    """Run the order; returns the exit code. Usage errors go to stderr with code 2."""
+    if len(arguments) != 1:
+        print("usage: python -m slurm_rl.stages ORDER.json", file=sys.stderr)
+        return 2
+    order = parse_order(Path(arguments[0]).read_bytes())
+    rank = current_rank(os.environ)
+    configure_logging(order, rank=rank)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _raise_stopped)
+    try:
+        result = run_program(order)
+        if rank == 0:
+            write_file(Path(order.attempt_dir) / "result.json", dump_record(result))
+        return 0
+    except Stopped as stopped:
+        log.warning("%s", stopped)
+        return _leave_failure(order, stopped, code=128 + stopped.number)
+    except SlurmRlError as error:
+        log.error("%s", error, exc_info=log.isEnabledFor(logging.DEBUG))
+        return _leave_failure(order, error, code=error.exit_code)
+    except Exception as error:  # the process entry: whatever it is, say it and leave
+        log.exception("%s: %s", type(error).__name__, error)
+        return _leave_failure(order, error, code=1)
+
+
+def run_program(order: Order) -> Result:
+    """Read the settings, make the user's code importable, run the stage of `order.kind`."""
+    if order.code_dir and order.code_dir not in sys.path:
+        sys.path.insert(0, order.code_dir)
+    settings = read_settings(Path(order.settings_path))
+    if order.kind not in PROGRAMS:
+        raise ConfigError(f"no stage program for kind {order.kind!r}; there are {list(PROGRAMS)}")
+    module, name = PROGRAMS[order.kind]
+    program: Callable[[Order, Settings], Result] = getattr(importlib.import_module(module), name)
+    log.info("starts in %s", order.attempt_dir)
+    return program(order, settings)
+
+
+def read_settings(path: Path) -> Settings:
+    """The resolved settings at `path`; ConfigError naming the first wrong field."""
+    try:
+        return Settings.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{path}: {where}: {first['msg']}") from error
+
+
+def current_rank(environment: Any) -> int:
+    """This process's rank: RANK (local launcher, torchrun), else srun's, else 0."""
+    return int(environment.get("RANK") or environment.get("SLURM_PROCID") or 0)
+
+
+def configure_logging(order: Order, *, rank: int) -> None:
+    """Lines on stderr, each starting with run, stage, iteration, attempt and rank."""
+    attempt = Path(order.attempt_dir).name
+    place = f"{order.run_id} {order.kind} i{order.iteration:04d} {attempt} r{rank}"
+    level = logging.DEBUG if os.environ.get("SLURM_RL_DEBUG") else logging.INFO
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.WARNING,
+        format=f"%(asctime)s [{place}] %(levelname)s %(name)s: %(message)s",
+        force=True,
+    )
+    logging.getLogger("slurm_rl").setLevel(level)
+
+
+def _raise_stopped(number: int, frame: FrameType | None) -> None:
+    # Once: a second signal must not interrupt the clean-up that the first one began.
+    for other in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(other, signal.SIG_IGN)
+    raise Stopped(number)
+
+
+def _leave_failure(order: Order, error: BaseException, *, code: int) -> int:
+    failure = {"blame": "system", "error": type(error).__name__, "hint": ""}
+    if isinstance(error, SlurmRlError):
+        failure |= {"blame": error.blame, "message": error.message, "hint": error.hint}
+    elif isinstance(error, Stopped):
+        failure["message"] = str(error)
+    else:
+        failure["message"] = f"{type(error).__name__}: {error}"
+    try:
+        publish(Path(order.attempt_dir) / "failure.json", canonical_json(failure))
+    except (OSError, SpaceError) as second:  # a full disk: the log and the code still say it
+        log.error("failure.json could not be written: %s", second)
+    return code
+
+
+def _leave(code: int) -> None:
+    """End at once: torch's and Megatron's exit handlers cost most of a second."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _leave(main(sys.argv[1:]))

@@ -1,0 +1,256 @@
+"""The train stage: rollout and checkpoint in, checkpoint and weights out.
+
+Owns what stands between the trainer and the commits: digests of what is read, the continuity
+of iteration, versions, steps, rate and data cursor, and the content of the commit. In one
+long-lived process, `open_trainer` once and `train_iteration` for each order do the same as
+`run_train` does in processes of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slurm_rl.config.schema import Settings
+from slurm_rl.errors import CorruptError, NumericsError
+from slurm_rl.rollout.samples import TENSORS_NAME, SampleBatch, read_samples
+from slurm_rl.storage.digest import digest_entries, digest_file
+from slurm_rl.types import FileEntry, Input, Order, Result
+
+if TYPE_CHECKING:
+    from slurm_rl.train.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+def run_train(order: Order, settings: Settings) -> Result:
+    """One iteration in a process of its own; every rank runs it.
+
+    Rank 0's result holds the files of all ranks; the others' hold none. Raises what
+    `open_trainer` and `train_iteration` raise; on disk are then files that nothing names.
+    """
+    started = time.monotonic()
+    trainer = open_trainer(order, settings)
+    opened = time.monotonic()
+    with _parting_on_error(trainer):
+        result = train_iteration(trainer, order)
+    trainer.close()
+    result.provenance["open_s"] = round(opened - started, 3)
+    result.provenance["train_s"] = round(time.monotonic() - opened, 3)
+    return result
+
+
+def open_trainer(order: Order, settings: Settings) -> Trainer:
+    """Build a trainer and load what the order continues from.
+
+    Raises ModelError, ConfigError, CorruptError (a file is not what was committed, or the
+    checkpoint's counters are not the commit's).
+    """
+    from slurm_rl.train import cpu
+
+    with cpu.megatron_imports():
+        from slurm_rl.train.trainer import Trainer
+
+    source = order.input("checkpoint")
+    verify_files(_named(source, "weights/", but=".safetensors"), source=source)
+    trainer = Trainer.build(
+        settings,
+        attempt_dir=Path(order.attempt_dir),
+        weights_dir=Path(source.path) / "weights",
+    )
+    with _parting_on_error(trainer):
+        _load(trainer, source)
+    trainer.weights_digest = source.content["weights"]["digest"]
+    return trainer
+
+
+def train_iteration(trainer: Trainer, order: Order) -> Result:
+    """Train on the order's rollout with an open trainer; save; describe the commit.
+
+    Raises CorruptError if the order does not continue where the trainer is, or if its inputs
+    are of different histories; NumericsError and DataError as the trainer does.
+    """
+    rollout = order.input("rollout")
+    _check_continuity(trainer, order)
+    paths = rollout.named(TENSORS_NAME)
+    names = [name for name in rollout.files if name.split("/")[-1] == TENSORS_NAME]
+    verify_files(names, source=rollout)
+    samples = read_samples(paths)
+    _check_versions(samples, order)
+
+    metrics = trainer.step(samples, reference_dir=_reference_dir(order, trainer))
+    _check_schedule(trainer)
+    files = trainer.save(Path(order.attempt_dir))
+    if not files:
+        return Result(files=[])
+    weights = [entry for entry in files if entry.path.startswith("weights/")]
+    trainer.weights_digest = digest_entries(weights)
+    return Result(
+        files=files,
+        content={
+            "weights": {"version": order.iteration + 1, "digest": trainer.weights_digest},
+            "lr": trainer.lr,
+            "optimizer_steps": trainer.progress.optimizer_steps,
+            "schedule_step": trainer.schedule_step,
+            "num_samples_trained": trainer.progress.num_samples_trained,
+            "cursor": rollout.content.get("cursor", {}),
+        },
+        metrics=metrics | _rollout_metrics(samples),
+        provenance=_provenance(trainer),
+    )
+
+
+def verify_files(names: list[str], *, source: Input, share: tuple[int, int] = (0, 1)) -> None:
+    """CorruptError unless the files are what was committed; of `share` (rank, size) a part.
+
+    Each of `size` ranks reads every size-th file, so that together they read each one once.
+    """
+    entries = {e["path"]: FileEntry(**e) for e in source.content.get("files", [])}
+    rank, size = share
+    for name in sorted(names)[rank::size]:
+        path, entry = Path(source.files[name]), entries[name]
+        if not path.exists():
+            raise CorruptError(f"{path}: a committed file is missing")
+        found = path.stat().st_size
+        if found != entry.size_bytes:
+            raise CorruptError(f"{path}: {found} bytes, but {entry.size_bytes} were committed")
+        digest = digest_file(path)
+        if digest != entry.digest:
+            raise CorruptError(f"{path}: digest {digest}, but {entry.digest} was committed")
+
+
+@contextlib.contextmanager
+def _parting_on_error(trainer: Trainer) -> Iterator[None]:
+    """On an error close the trainer, so that this process can open another one.
+
+    Of several ranks the others may be waiting in a collective: there the process must end.
+    """
+    try:
+        yield
+    except BaseException:
+        if trainer.world.size == 1:
+            trainer.close()
+        raise
+
+
+def _load(trainer: Trainer, source: Input) -> None:
+    share = (trainer.world.rank, trainer.world.size)
+    folder = Path(source.path)
+    if source.kind == "init":
+        verify_files(_named(source, "weights/", only=".safetensors"), source=source, share=share)
+        trainer.load_weights(folder / "weights")
+    else:
+        verify_files(_named(source, "checkpoint/"), source=source, share=share)
+        trainer.load_checkpoint(folder / "checkpoint")
+        _check_counters(trainer, source)
+
+
+def _named(source: Input, prefix: str, *, only: str = "", but: str = "\0") -> list[str]:
+    names = [name for name in source.files if name.startswith(prefix)]
+    return [name for name in names if name.endswith(only) and not name.endswith(but)]
+
+
+def _check_counters(trainer: Trainer, source: Input) -> None:
+    """The checkpoint's own counters must be those of its commit."""
+    for key, loaded in (
+        ("optimizer_steps", trainer.progress.optimizer_steps),
+        ("schedule_step", trainer.schedule_step),
+        ("num_samples_trained", trainer.progress.num_samples_trained),
+        ("lr", trainer.lr),
+    ):
+        committed = source.content[key]
+        if loaded != committed:
+            raise CorruptError(
+                f"{source.path}: after loading, {key} is {loaded}, but {committed} was committed"
+            )
+
+
+def _check_continuity(trainer: Trainer, order: Order) -> None:
+    """The trainer must stand where the order continues, and the rollout be made from it."""
+    source, rollout = order.input("checkpoint"), order.input("rollout")
+    before, used = source.content["weights"], rollout.content["weights"]
+    for what, is_now, should_be in (
+        ("the trainer's iteration", trainer.progress.iteration, order.iteration),
+        ("the checkpoint's weights version", before["version"], order.iteration),
+        ("the rollout's iteration", rollout.iteration, order.iteration),
+        ("the rollout's weights version", used["version"], before["version"]),
+        ("the rollout's weights digest", used["digest"], before["digest"]),
+        (
+            "the trainer's weights digest",
+            trainer.weights_digest or before["digest"],
+            before["digest"],
+        ),
+    ):
+        if is_now != should_be:
+            raise CorruptError(f"train {order.iteration}: {what} is {is_now}, not {should_be}")
+    _check_cursor(source.content.get("cursor"), rollout.content.get("cursor"), order)
+
+
+def _check_cursor(before: Any, after: Any, order: Order) -> None:
+    """Data must move on: never the same prompts again, never those of another data set."""
+    if not before or not after:
+        return
+    places = [(cursor["epoch"], cursor["position"]) for cursor in (before, after)]
+    if places[1] <= places[0]:
+        raise CorruptError(
+            f"train {order.iteration}: the data cursor went from {places[0]} to {places[1]} "
+            "(epoch, position); it must move on"
+        )
+    prints = [cursor.get("data_fingerprint") for cursor in (before, after)]
+    if prints[0] != prints[1]:
+        raise CorruptError(
+            f"train {order.iteration}: the data set changed from {prints[0]} to {prints[1]}"
+        )
+
+
+def _check_versions(samples: SampleBatch, order: Order) -> None:
+    expected = order.input("checkpoint").content["weights"]["version"]
+    versions = sorted(set(samples.weights_version.tolist()))
+    if versions and versions != [expected]:
+        raise CorruptError(
+            f"train {order.iteration}: samples of weights versions {versions}, not {expected}"
+        )
+
+
+def _check_schedule(trainer: Trainer) -> None:
+    if trainer.schedule_step != trainer.progress.optimizer_steps:
+        raise NumericsError(
+            f"the schedule counted {trainer.schedule_step} steps, the optimizer took "
+            f"{trainer.progress.optimizer_steps}"
+        )
+
+
+def _reference_dir(order: Order, trainer: Trainer) -> Path | None:
+    if not trainer.settings.train.use_kl_loss:
+        return None
+    source = order.input("reference")
+    share = (trainer.world.rank, trainer.world.size)
+    verify_files(_named(source, "weights/"), source=source, share=share)
+    return Path(source.path) / "weights"
+
+
+def _rollout_metrics(samples: SampleBatch) -> dict[str, float]:
+    return {
+        "rollout/raw_reward": float(samples.rewards.mean()),
+        "rollout/response_len": float(samples.response_lengths.mean()),
+        "rollout/truncated_ratio": float(samples.truncated.mean()),
+    }
+
+
+def _provenance(trainer: Trainer) -> dict[str, Any]:
+    import megatron.core
+    import torch
+
+    cuda = torch.cuda.is_available()
+    return {
+        "torch": torch.__version__,
+        "megatron_core": megatron.core.__version__,
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "num_ranks": trainer.world.size,
+        "pid": os.getpid(),
+    }

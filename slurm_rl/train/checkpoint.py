@@ -1,0 +1,231 @@
+"""Megatron's distributed checkpoint: model, optimizer, schedule, random state, progress.
+
+Owns the files below `checkpoint/`. The format is Megatron-core's `torch_dist`, so that it can
+be read with another number of ranks or another layout. What is ours is that the bytes depend
+on the state alone: not on the directory's name, the process's age or the threads' timing.
+
+    checkpoint/
+      __<rank>_<n>.distcp   tensors and objects, written by each rank
+      .metadata             which tensor lies where (torch)
+      common.pt             schedule, parameter groups, progress (Megatron)
+      metadata.json         the format's name (Megatron)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as torch_checkpoint
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from slurm_rl.errors import CorruptError, StorageError
+from slurm_rl.train.rng import RngState
+
+#: Tensors in the model's own shapes, so that any layout can load them.
+_SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+#: What torch and Megatron raise for files that are missing, damaged or of another model.
+_LOAD_ERRORS = (
+    OSError,
+    EOFError,
+    KeyError,
+    TypeError,
+    RuntimeError,
+    pickle.UnpicklingError,
+    CheckpointException,
+    CheckpointingException,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far training is. `iteration`: the next one to train; the others are totals."""
+
+    iteration: int = 0
+    optimizer_steps: int = 0
+    num_samples_trained: int = 0
+
+
+def save(
+    folder: Path, *, model: Any, optimizer: Any, scheduler: Any, rng: RngState, progress: Progress
+) -> None:
+    """Write the checkpoint into `folder`, which must be empty; every rank calls it.
+
+    On return all ranks' files are written and fsynced. A crash midway leaves files that
+    nothing names yet. Raises StorageError if they cannot be written.
+    """
+    state = _sharded_state(model, optimizer, loading=False)
+    state |= {
+        "schedule": scheduler.state_dict(),
+        "progress": dataclasses.asdict(progress),
+        "rng": _rng_object(rng),
+    }
+    strategy = FullyParallelSaveStrategyWrapper(
+        _SameBytes("torch_dist", 1),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+    try:
+        dist_checkpointing.save(
+            _canonical_containers(state),
+            str(folder),
+            strategy,
+            content_metadata=_canonical_containers({**_SHARDING, **_layout()}),
+        )
+    except CheckpointException as error:
+        # torch's is a BaseException, which would pass every handler.
+        reason = next((failed[0] for failed in error.failures.values()), error)
+        raise StorageError(f"{folder}: cannot be written: {_first(reason)}") from error
+
+
+def load(
+    folder: Path, *, model: Any, optimizer: Any, scheduler: Any
+) -> tuple[Progress, RngState | None]:
+    """Fill model, optimizer and schedule from `folder`; every rank calls it.
+
+    Returns the progress and the random state; the latter is None if the checkpoint was
+    saved with another tensor- or pipeline-parallel size. Raises CorruptError if it cannot be
+    read or does not fit the model.
+    """
+    try:
+        saved = dist_checkpointing.load_content_metadata(str(folder)) or {}
+        same_layout = {key: saved.get(key) for key in _layout()} == _layout()
+        state = _sharded_state(model, optimizer, loading=True)
+        if same_layout:
+            state["rng"] = _rng_object(None)
+        strategy = FullyParallelLoadStrategyWrapper(
+            get_default_load_sharded_strategy(str(folder)),
+            parallel_state.get_data_parallel_group(with_context_parallel=True),
+        )
+        loaded = dist_checkpointing.load(state, str(folder), strategy)
+        progress = Progress(**loaded["progress"])
+    except _LOAD_ERRORS as error:
+        raise CorruptError(f"{folder}: the checkpoint cannot be read: {_first(error)}") from error
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    _load_schedule(scheduler, loaded["schedule"], folder=folder)
+    return progress, RngState(loaded["rng"]) if same_layout else None
+
+
+def _load_schedule(scheduler: Any, saved: dict[str, Any], *, folder: Path) -> None:
+    current = scheduler.state_dict()
+    for key, value in saved.items():
+        if key != "num_steps" and current[key] != value:
+            raise CorruptError(
+                f"{folder}: the schedule was made with {key} = {value}, the settings say "
+                f"{current[key]}",
+                hint="the schedule is fixed when a run is made: put the setting back",
+            )
+    scheduler.load_state_dict(saved)
+
+
+def _sharded_state(model: Any, optimizer: Any, *, loading: bool) -> dict[str, Any]:
+    # The model without its wrappers, which would prefix every key with `module.`.
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    sharded = model.sharded_state_dict(metadata={**_SHARDING, "dp_cp_group": group})
+    return {
+        "model": sharded,
+        "optimizer": optimizer.sharded_state_dict(
+            sharded, is_loading=loading, metadata=dict(_SHARDING)
+        ),
+    }
+
+
+def _layout() -> dict[str, int]:
+    return {
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+    }
+
+
+def _rng_object(rng: RngState | None) -> ShardedObject:
+    layout = _layout()
+    place = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    shape = (
+        layout["pipeline_model_parallel_size"],
+        layout["tensor_model_parallel_size"],
+    )
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    data = None if rng is None else _canonical_containers(rng.states)
+    return ShardedObject("rng", data, shape, place, replica_id=replica)
+
+
+def _canonical_containers(value: Any) -> Any:
+    """`value` with fresh containers, keys in order, and one object for equal strings.
+
+    pickle writes a reference where it meets the same *object* again. After a load, equal
+    strings and tuples are other objects than in a process that made them, so that equal
+    states gave different bytes. Other objects (tensors, shards) are passed on as they are.
+    """
+    if type(value) is dict:
+        items = list(value.items())
+        if all(isinstance(key, str) for key in value):
+            items.sort(key=lambda item: item[0])
+        return {_canonical_containers(k): _canonical_containers(v) for k, v in items}
+    if type(value) in (list, tuple):
+        return type(value)(_canonical_containers(item) for item in value)
+    if type(value) is str:
+        return _INTERNED.setdefault(value, value)
+    return value
+
+
+_INTERNED: dict[str, str] = {}
+
+
+class _SameBytes(SaveShardedStrategy):
+    """Megatron's torch_dist strategy on torch's own writer, in this process.
+
+    Megatron's writer spawns a manager and forks workers (2 s on a tiny model) and needs
+    psutil; the files are the same.
+    """
+
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+        torch_checkpoint.state_dict_saver.save(
+            mcore_to_pyt_state_dict(flat, False),
+            storage_writer=_Writer(checkpoint_dir, thread_count=2),
+            planner=MCoreSavePlanner(flatten_state_dict=False),
+        )
+
+
+class _Writer(FileSystemWriter):
+    """torch's writer, whose `.metadata` says nothing of where, when or in what order."""
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        """Write `.metadata` (rank 0), without the path and the random id that torch adds."""
+        entries = {item.index: item.storage_data for part in results for item in part}
+        ordered = sorted(entries, key=lambda index: (index.fqn, index.offset or ()))
+        metadata.storage_data = {index: entries[index] for index in ordered}
+        metadata.version = torch_checkpoint.filesystem.CURRENT_DCP_VERSION
+        with open(Path(self.path) / ".metadata", "xb") as file:
+            pickler = pickle.Pickler(file, protocol=4)
+            pickler.fast = True  # no references to objects met before: see above
+            pickler.dump(metadata)
+
+
+def _first(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -1,0 +1,128 @@
+"""`train.megatron` split into what Megatron takes it for; and what it may not set.
+
+The names are Megatron-core's own: fields of TransformerConfig (layout included),
+OptimizerConfig and DistributedDataParallelConfig, plus the learning-rate schedule's names of
+Megatron's command line. A key goes to *every* part that has a field of that name (`bf16`,
+`use_distributed_optimizer`). The names and types were checked on the login node; here are
+the rules that need the model or the library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from slurm_rl.errors import ConfigError
+
+#: Arguments of OptimizerParamScheduler that are fields of no config class.
+SCHEDULE_KEYS = (
+    "lr_decay_style",
+    "lr_warmup_init",
+    "lr_wsd_decay_style",
+    "lr_wsd_decay_iters",
+    "start_weight_decay",
+    "end_weight_decay",
+    "weight_decay_incr_style",
+)
+#: Fields that the model's config.json decides.
+MODEL_KEYS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "normalization",
+    "layernorm_epsilon",
+    "qk_layernorm",
+    "add_qkv_bias",
+    "add_bias_linear",
+    "gated_linear_unit",
+    "activation_func",
+)
+#: Fields that this trainer does not support at other than these values.
+_ONLY: dict[str, Any] = {
+    "fp16": False,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "num_moe_experts": None,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "optimizer": "adam",
+    "use_megatron_fsdp": False,
+    "use_custom_fsdp": False,
+    "num_distributed_optimizer_instances": 1,
+    "overlap_param_gather_with_optimizer_step": False,
+    "transformer_impl": "local",
+    "gradient_accumulation_fusion": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronOptions:
+    """`train.megatron`, each key where it belongs.
+
+    per_token: the user's `calculate_per_token_loss`; Megatron's own flag is always on, with
+    weights and denominators of ours (`algorithms/losses.py`).
+    """
+
+    tp_size: int = 1
+    pp_size: int = 1
+    bf16: bool | None = None
+    per_token: bool = False
+    transformer: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    schedule: dict[str, Any] = field(default_factory=dict)
+
+
+def split_megatron(options: dict[str, Any]) -> MegatronOptions:
+    """Sort `train.megatron` by destination. Imports Megatron-core's config classes.
+
+    Raises ConfigError naming the key: unknown, owned by the model, unsupported here, or `lr`
+    missing.
+    """
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    _refuse(options)
+    parts: dict[str, dict[str, Any]] = {}
+    for name, kind in (
+        ("transformer", TransformerConfig),
+        ("optimizer", OptimizerConfig),
+        ("ddp", DistributedDataParallelConfig),
+    ):
+        known = {f.name for f in dataclasses.fields(kind)}
+        parts[name] = {key: value for key, value in options.items() if key in known}
+    schedule = {key: value for key, value in options.items() if key in SCHEDULE_KEYS}
+    placed = {key for part in (*parts.values(), schedule) for key in part}
+    for key in sorted(set(options) - placed):
+        raise ConfigError(f"train.megatron.{key} is not a name that Megatron-core knows")
+    per_token = bool(parts["transformer"].pop("calculate_per_token_loss", False))
+    return MegatronOptions(
+        tp_size=int(options.get("tensor_model_parallel_size", 1)),
+        pp_size=int(options.get("pipeline_model_parallel_size", 1)),
+        bf16=options.get("bf16"),
+        per_token=per_token,
+        schedule=schedule,
+        **parts,
+    )
+
+
+def _refuse(options: dict[str, Any]) -> None:
+    for key in MODEL_KEYS:
+        if key in options:
+            raise ConfigError(
+                f"train.megatron.{key} cannot be set: the model's config.json decides it",
+                hint="remove it",
+            )
+    for key, only in _ONLY.items():
+        if options.get(key, only) != only:
+            raise ConfigError(
+                f"train.megatron.{key} = {options[key]!r} is not supported; only {only!r} is"
+            )
+    if options.get("lr") is None:
+        raise ConfigError("train.megatron.lr is missing", hint="for example lr: 1.0e-6")

@@ -1,0 +1,327 @@
+"""A trainer: a model with its optimizer, from one checkpoint to the next.
+
+    Trainer.build(...)           ranks meet, model and optimizer are made
+      .load_weights(folder)      iteration 0: from Hugging Face files
+      .load_checkpoint(folder)   later: from the previous iteration's checkpoint
+      .step(samples)             one iteration of training
+      .save(attempt_dir)         checkpoint/ and weights/, with their digests
+      .close()
+
+`step` and `save` may follow each other as often as one likes without a load in between: the
+bytes are the same as if each iteration had been a process of its own. For that the trainer
+has its own random state, threads and determinism flags, in place only while it works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slurm_rl.config.derive import num_ranks
+from slurm_rl.config.schema import Settings
+from slurm_rl.errors import CorruptError, ModelError, SpaceError
+from slurm_rl.seeds import derive_seed
+from slurm_rl.storage.durable import list_files, seal_files
+from slurm_rl.train import checkpoint, cpu, distributed, rng
+from slurm_rl.train.batch import MicroBatch, Samples, check_samples
+from slurm_rl.train.distributed import World
+from slurm_rl.train.export import export_weights, read_companions
+from slurm_rl.train.geometry import Geometry, read_geometry
+from slurm_rl.train.model import build_model, load_weights, model_config, wrap_model
+from slurm_rl.train.optimizer import build_optimizer, build_scheduler, current_lr
+from slurm_rl.train.options import MegatronOptions, split_megatron
+from slurm_rl.train.step import Engine, policy_logprobs, train_rollout
+from slurm_rl.train.weights import WeightsLayout, read_layout
+from slurm_rl.types import FileEntry
+
+CHECKPOINT_DIR = "checkpoint"
+#: Less than this left after a failed write: that was the reason.
+_FULL_BYTES = 1 << 20
+WEIGHTS_DIR = "weights"
+
+
+class Trainer:
+    """See the module. Every rank of the job has one, and all call the same methods."""
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        world: World,
+        geometry: Geometry,
+        options: MegatronOptions,
+        layout: WeightsLayout,
+        companions: dict[str, bytes],
+    ) -> None:
+        """Made by `build`. `model` is this rank's part, zeros until something is loaded."""
+        self.settings = settings
+        self.world = world
+        self.geometry = geometry
+        self.options = options
+        self.progress = checkpoint.Progress()
+        self.weights_digest = ""
+        self._layout = layout
+        self._companions = companions
+        self._config = model_config(geometry, options, deterministic=settings.deterministic)
+        self._rng = rng.seeded_state(derive_seed(settings.seed, "train"))
+        self.model = build_model(geometry, self._config)
+        wrapped = wrap_model(self.model, options)
+        optimizer = build_optimizer(wrapped, options)
+        self._engine = Engine(
+            model=wrapped,
+            optimizer=optimizer,
+            scheduler=build_scheduler(optimizer, settings.train, options),
+            vocab_size=geometry.vocab_size,
+            temperature=settings.rollout.rollout_temperature,
+            per_token=options.per_token,
+        )
+
+    @classmethod
+    def build(cls, settings: Settings, *, attempt_dir: Path, weights_dir: Path) -> Trainer:
+        """Meet the other ranks and make the model that `weights_dir/config.json` describes.
+
+        Raises ConfigError (layout, ranks, schedule) or ModelError (family, files).
+        """
+        geometry, layout = read_geometry(weights_dir), read_layout(weights_dir)
+        options = split_megatron(settings.train.megatron)
+        world = distributed.read_world(os.environ, expected=num_ranks(settings))
+        if settings.deterministic:
+            # cuBLAS reads it when CUDA starts; NCCL when the first group is made.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            os.environ.setdefault("NCCL_ALGO", "Ring")
+        sizes = {"tp_size": options.tp_size, "pp_size": options.pp_size}
+        with _megatron():
+            distributed.join(world, attempt_dir=attempt_dir, settings=settings, **sizes)
+            try:
+                return cls(
+                    settings=settings,
+                    world=world,
+                    geometry=geometry,
+                    options=options,
+                    layout=layout,
+                    companions=read_companions(weights_dir),
+                )
+            except BaseException:
+                if world.size == 1:
+                    distributed.leave()
+                raise
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next optimizer step."""
+        return current_lr(self._engine.optimizer)
+
+    @property
+    def schedule_step(self) -> int:
+        """Optimizer steps that the schedule has counted."""
+        return int(self._engine.scheduler.num_steps)
+
+    def load_weights(self, folder: Path) -> None:
+        """Start at iteration 0 from a Hugging Face directory of this geometry."""
+        with _megatron():
+            load_weights(self.model, geometry=self.geometry, folder=folder, layout=self._layout)
+            self._engine.optimizer.reload_model_params()
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Continue from `folder` (a `checkpoint/`); CorruptError if its counters disagree."""
+        with _megatron():
+            self.progress, state = checkpoint.load(
+                folder,
+                model=self.model,
+                optimizer=self._engine.optimizer,
+                scheduler=self._engine.scheduler,
+            )
+        self._engine.optimizer_steps = self.progress.optimizer_steps
+        if state is not None:
+            self._rng = state
+        if self.schedule_step != self.progress.optimizer_steps:
+            raise CorruptError(
+                f"{folder}: the schedule is at step {self.schedule_step}, the optimizer at "
+                f"{self.progress.optimizer_steps}"
+            )
+
+    def logprobs(self, microbatches: list[MicroBatch]) -> list[torch.Tensor]:
+        """Log-probabilities float32[N] under the current policy; on the last pipeline rank."""
+        with self._at_work():
+            return policy_logprobs(self._engine, microbatches)
+
+    def step(self, samples: Samples, *, reference_dir: Path | None = None) -> dict[str, float]:
+        """One iteration of training on `samples`; returns metrics (see `step.py`).
+
+        reference_dir: Hugging Face weights that the KL is measured against, if
+        `train.use_kl_loss`. Raises DataError for samples that do not fit the model, and
+        NumericsError before a step that must not be taken; then the trainer is of no use.
+        """
+        check_samples(
+            samples,
+            vocab_size=self.geometry.vocab_size,
+            max_positions=self.geometry.max_positions,
+        )
+
+        def reference(microbatches: list[MicroBatch]) -> list[torch.Tensor]:
+            assert reference_dir is not None
+            return self._reference_logprobs(reference_dir, microbatches)
+
+        with self._at_work():
+            metrics = train_rollout(
+                self._engine,
+                samples,
+                train=self.settings.train,
+                reference=reference if self.settings.train.use_kl_loss else None,
+            )
+        self.progress = checkpoint.Progress(
+            iteration=self.progress.iteration + 1,
+            optimizer_steps=self._engine.optimizer_steps,
+            num_samples_trained=self.progress.num_samples_trained + len(samples.rewards),
+        )
+        return metrics
+
+    def save(self, attempt_dir: Path) -> list[FileEntry]:
+        """Write `checkpoint/` and `weights/` into `attempt_dir`; every rank calls it.
+
+        Returns all ranks' files with their digests on rank 0, nothing on the others. On
+        return everything is fsynced; a crash midway leaves files that nothing names yet.
+        Raises SpaceError if the file system is full.
+        """
+        with _explaining_a_full_disk(attempt_dir):
+            self._write_checkpoint(attempt_dir)
+            self.export(attempt_dir / WEIGHTS_DIR)
+            return self._seal(attempt_dir)
+
+    def _write_checkpoint(self, attempt_dir: Path) -> None:
+        with self._at_work():
+            self._gather_parameters()
+            if self.world.rank == 0:
+                (attempt_dir / CHECKPOINT_DIR).mkdir()
+            dist.barrier()
+            checkpoint.save(
+                attempt_dir / CHECKPOINT_DIR,
+                model=self.model,
+                optimizer=self._engine.optimizer,
+                scheduler=self._engine.scheduler,
+                rng=self._rng,
+                progress=self.progress,
+            )
+
+    def export(self, folder: Path) -> None:
+        """Write the weights as a Hugging Face directory; every rank calls it (`export.py`)."""
+        with _megatron():
+            self._gather_parameters()
+            export_weights(
+                folder,
+                model=self.model,
+                geometry=self.geometry,
+                layout=self._layout,
+                companions=self._companions,
+            )
+
+    def close(self) -> None:
+        """Wait for the other ranks and part; the trainer cannot be used afterwards."""
+        with _megatron():
+            dist.barrier()
+            distributed.leave()
+
+    def _reference_logprobs(
+        self, folder: Path, microbatches: list[MicroBatch]
+    ) -> list[torch.Tensor]:
+        """Under the reference model: built for this, without gradients, and dropped again."""
+        geometry = read_geometry(folder)
+        if (geometry.vocab_size, geometry.family) != (
+            self.geometry.vocab_size,
+            self.geometry.family,
+        ):
+            raise ModelError(f"{folder}: the reference is of another family or vocabulary")
+        config = model_config(geometry, self.options, deterministic=self.settings.deterministic)
+        model = build_model(geometry, config)
+        load_weights(model, geometry=geometry, folder=folder, layout=read_layout(folder))
+        return policy_logprobs(dataclasses.replace(self._engine, model=model), microbatches)
+
+    def _gather_parameters(self) -> None:
+        # With this overlap Megatron leaves the last update to the next forward pass.
+        if self._engine.model.ddp_config.overlap_param_gather:
+            self._engine.model.start_param_sync(force_sync=True)
+
+    def _seal(self, attempt_dir: Path) -> list[FileEntry]:
+        """Fsync and digest: each rank its own tensor files, rank 0 the rest."""
+        mine = []
+        for folder in (CHECKPOINT_DIR, WEIGHTS_DIR) if self.world.rank == 0 else (CHECKPOINT_DIR,):
+            names = [f"{folder}/{name}" for name in list_files(attempt_dir / folder)]
+            mine += [name for name in names if _writer_of(name) == self.world.rank]
+        gathered: list[Any] = [None] * self.world.size
+        entries = seal_files(attempt_dir, mine)
+        with _megatron():
+            dist.gather_object(entries, gathered if self.world.rank == 0 else None, dst=0)
+        if self.world.rank != 0:
+            return []
+        return sorted((entry for part in gathered for entry in part), key=lambda e: e.path)
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """The trainer's own random state and, in deterministic mode, threads and kernels."""
+        with _megatron(), contextlib.ExitStack() as undo:
+            outside = rng.capture()
+            rng.restore(self._rng)
+            if self.settings.deterministic:
+                undo.enter_context(_deterministic())
+            try:
+                yield
+            finally:
+                self._rng = rng.capture()
+                rng.restore(outside)
+
+
+@contextlib.contextmanager
+def _explaining_a_full_disk(folder: Path) -> Iterator[None]:
+    """torch and safetensors report a full disk as one of a dozen errors; look at the disk."""
+    try:
+        yield
+    except Exception as error:
+        free_bytes = shutil.disk_usage(folder).free
+        if free_bytes < _FULL_BYTES:
+            raise SpaceError(
+                f"{folder}: the checkpoint does not fit: {free_bytes} bytes are left",
+                hint="free space or quota in the run's file system, then `slurm-rl resume`",
+            ) from error
+        raise
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    memory: Any = torch.utils.deterministic
+    fill = memory.fill_uninitialized_memory
+    # One thread: how a sum is split over threads changes its last bits.
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(strict)
+        memory.fill_uninitialized_memory = fill
+
+
+@contextlib.contextmanager
+def _megatron() -> Iterator[None]:
+    """Where Megatron is called: on a CPU with its stand-ins, and without the warnings that
+    torch and Megatron give each other's calls."""
+    with warnings.catch_warnings(), cpu.stand_ins():
+        for package in ("torch", "megatron"):
+            warnings.filterwarnings("ignore", module=rf"{package}(\.|$)")
+        yield
+
+
+def _writer_of(name: str) -> int:
+    """The rank that wrote a committed file: `__3_0.distcp` is rank 3's."""
+    base = name.rsplit("/", 1)[-1]
+    return int(base[2:].split("_")[0]) if base.endswith(".distcp") else 0

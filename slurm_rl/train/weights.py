@@ -1,0 +1,165 @@
+"""A Hugging Face directory of safetensors: what is where, reading slices, writing it again.
+
+Owns: `model.safetensors` or `model.safetensors.index.json` with its files. Everything that
+is wrong with them is one ModelError that names the file. Writing keeps the source's layout
+(which tensor in which file), dtypes and format mark, so that unchanged weights give the same
+bytes (metadata other than `format` is dropped).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from slurm_rl.errors import ModelError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsLayout:
+    """Which file holds which tensor, in what dtype and shape; `header` is each file's
+    metadata; `index_text` the index file's text (None for a single file)."""
+
+    files: dict[str, tuple[str, ...]]
+    dtypes: dict[str, torch.dtype]
+    shapes: dict[str, tuple[int, ...]]
+    headers: dict[str, dict[str, str]]
+    index_text: str | None
+
+    def file_of(self, tensor: str) -> str:
+        """Name of the file that holds `tensor`."""
+        return next(name for name, tensors in self.files.items() if tensor in tensors)
+
+
+def read_layout(folder: Path) -> WeightsLayout:
+    """The layout of the weights in `folder`, from their headers alone.
+
+    Raises ModelError if a file is missing, truncated or not safetensors, or if a tensor that
+    the index names is missing.
+    """
+    index = folder / INDEX
+    text = index.read_text() if index.exists() else None
+    names = sorted(set(_weight_map(index, text).values())) if text is not None else [SINGLE]
+    files, dtypes, shapes, headers = {}, {}, {}, {}
+    for name in names:
+        header = _read_header(folder / name)
+        metadata = header.pop("__metadata__", None) or {}
+        # safetensors writes metadata in no fixed order: with one key there is only one.
+        headers[name] = {key: metadata[key] for key in ("format",) if key in metadata}
+        files[name] = tuple(sorted(header))
+        for tensor, entry in header.items():
+            if entry["dtype"] not in _DTYPES:
+                raise ModelError(f"{folder / name}: {tensor} has dtype {entry['dtype']}")
+            dtypes[tensor] = getattr(torch, _DTYPES[entry["dtype"]])
+            shapes[tensor] = tuple(entry["shape"])
+    if text is not None:
+        missing = sorted(set(_weight_map(index, text)) - set(dtypes))
+        if missing:
+            raise ModelError(f"{index}: its files do not hold {missing[0]}")
+    return WeightsLayout(files, dtypes, shapes, headers, text)
+
+
+class WeightsReader:
+    """Opens the files of a layout and reads slices; a context manager."""
+
+    def __init__(self, folder: Path, layout: WeightsLayout) -> None:
+        self._folder = folder
+        self._layout = layout
+        self._stack = ExitStack()
+        self._open: dict[str, Any] = {}
+        self._home = {t: name for name, tensors in layout.files.items() for t in tensors}
+
+    def __enter__(self) -> WeightsReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def read(self, name: str, axis: int | None, start: int, stop: int) -> torch.Tensor:
+        """Tensor `name`, or its rows (axis 0) or columns (axis 1) start:stop."""
+        if name not in self._home:
+            raise ModelError(f"{self._folder}: tensor {name} is missing")
+        handle = self._handle(self._home[name])
+        if axis is None:
+            tensor: torch.Tensor = handle.get_tensor(name)
+            return tensor
+        part = handle.get_slice(name)
+        return part[start:stop] if axis == 0 else part[:, start:stop]
+
+    def _handle(self, name: str) -> Any:
+        if name not in self._open:
+            opened = safe_open(str(self._folder / name), framework="pt")
+            self._open[name] = self._stack.enter_context(opened)
+        return self._open[name]
+
+
+def write_weights(
+    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], *, layout: WeightsLayout
+) -> Iterator[str]:
+    """Write the layout's files into `folder` as their tensors come; yields finished names.
+
+    Each tensor is cast to the layout's dtype. A file is written when its last tensor has
+    come, so that no more than the unfinished files are held in memory. A crash midway
+    leaves files that nothing names yet. AssertionError if a tensor is missing at the end.
+    """
+    home = {t: name for name, members in layout.files.items() for t in members}
+    pending: dict[str, dict[str, torch.Tensor]] = {name: {} for name in layout.files}
+    for tensor, value in tensors:
+        name = home[tensor]
+        pending[name][tensor] = value.detach().to("cpu", layout.dtypes[tensor]).contiguous()
+        if len(pending[name]) == len(layout.files[name]):
+            save_file(pending.pop(name), folder / name, metadata=layout.headers[name] or None)
+            yield name
+    assert not pending, f"tensors are missing from {sorted(pending)}"
+    if layout.index_text is not None:
+        (folder / INDEX).write_text(layout.index_text)
+        yield INDEX
+
+
+def _weight_map(index: Path, text: str) -> dict[str, str]:
+    try:
+        mapping: dict[str, str] = json.loads(text)["weight_map"]
+    except (ValueError, KeyError) as error:
+        raise ModelError(f"{index}: not an index of safetensors ({error})") from error
+    return mapping
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    """The JSON header of a safetensors file, with the file's size checked against it."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise ModelError(f"{path}: truncated: the header does not fit into {size} bytes")
+            header: dict[str, Any] = json.loads(file.read(length))
+        ends = [e["data_offsets"][1] for n, e in header.items() if n != "__metadata__"]
+    except FileNotFoundError as error:
+        raise ModelError(f"{path}: there is no such file") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path}: not a safetensors file ({error})") from error
+    expected = 8 + length + max(ends, default=0)
+    if size != expected:
+        raise ModelError(
+            f"{path}: {size} bytes, but its header promises {expected}",
+            hint="the file is truncated or damaged: copy it again",
+        )
+    return header

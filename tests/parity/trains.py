@@ -1,0 +1,224 @@
+"""What the tests here share: tiny models, made-up rollouts, orders; no pytest.
+
+Also run as a program, once per rank, by tests of several ranks:
+
+    RANK=0 WORLD_SIZE=2 python trains.py <orders.json>
+
+which trains the given iterations one after the other in this process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save
+
+from slurm_rl.config.schema import Settings
+from slurm_rl.rollout.samples import TENSORS_NAME, SampleBatch
+from slurm_rl.storage.durable import seal_files
+from slurm_rl.types import Input, Order, Result, dump_record, parse_order, parse_result
+
+CHARACTERS = "0123456789+="
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    # Large enough that the logits differ from token to token.
+    "initializer_range": 0.2,
+}
+
+
+def tiny_settings(
+    folder: Path,
+    *,
+    family: str = "llama",
+    tied: bool = False,
+    train: dict[str, Any] | None = None,
+    megatron: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+) -> Settings:
+    """Settings of a run in deterministic mode on a tiny model; 8 samples a step, 3 a pass."""
+    config = {"model_type": family, "tie_word_embeddings": tied} | TINY | (model or {})
+    return Settings.model_validate(
+        {
+            "run": {"name": "tiny", "dir": str(folder)},
+            "num_rollout": 4,
+            "deterministic": True,
+            "init_model": {"config": config, "characters": CHARACTERS},
+            "rollout": {
+                "engine": "embedded",
+                "prompt_data": "unused.jsonl",
+                "rollout_batch_size": 4,
+                "n_samples_per_prompt": 4,
+                "rollout_temperature": 0.8,
+            },
+            "train": {
+                "global_batch_size": 8,
+                "micro_batch_size": 3,
+                "entropy_coef": 0.01,
+                "megatron": {"lr": 1e-3} | (megatron or {}),
+            }
+            | (train or {}),
+        }
+    )
+
+
+def made_up_samples(iteration: int, *, num: int = 16) -> SampleBatch:
+    """Samples of random lengths, tokens, masks and rewards, in groups of four."""
+    g = np.random.default_rng(1000 + iteration)
+    prompts, responses = (g.integers(low, 9, num).astype(np.int32) for low in (2, 1))
+    num_tokens, num_trained = int((prompts + responses).sum()), int(responses.sum())
+    return SampleBatch(
+        # No padding token: its embedding is zero, where norms have enormous gradients.
+        tokens=g.integers(0, len(CHARACTERS), num_tokens).astype(np.int32),
+        prompt_lengths=prompts,
+        response_lengths=responses,
+        rollout_logprobs=-g.random(num_trained).astype(np.float32) * 3,
+        loss_mask=(g.random(num_trained) < 0.9).astype(np.uint8),
+        rewards=g.random(num).astype(np.float32),
+        group_index=(np.arange(num) // 4).astype(np.int64),
+        sample_index=(np.arange(num) % 4).astype(np.int64),
+        weights_version=np.full(num, iteration, np.int32),
+        truncated=np.zeros(num, np.uint8),
+    )
+
+
+def as_input(role: str, iteration: int, kind: str, folder: Path, result: Result) -> Input:
+    """A finished attempt, as the next stage gets it."""
+    files = [dataclasses.asdict(entry) for entry in result.files]
+    return Input(
+        role=role,
+        iteration=iteration,
+        kind=kind,
+        digest="unused",
+        path=str(folder),
+        files={entry.path: str(folder / entry.path) for entry in result.files},
+        content=result.content | {"files": files},
+    )
+
+
+def make_order(root: Path, kind: str, iteration: int, inputs: dict[str, Input], name: str) -> Order:
+    """An order whose attempt directory is `root/name`, made if it is not there."""
+    folder = root / name
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = str(root / "settings.json")
+    return Order(str(root), "tiny", kind, iteration, 0, str(folder), settings, "", inputs)
+
+
+def make_rollout(
+    root: Path, weights: dict[str, Any], *, samples: SampleBatch | None = None, name: str = ""
+) -> Input:
+    """A committed rollout of the iteration that `weights` (version, digest) are for."""
+    iteration = weights["version"]
+    folder = root / (name or f"rollout-{iteration}-{weights['digest'][5:13]}")
+    if not folder.exists():
+        batch = samples if samples is not None else made_up_samples(iteration)
+        arrays = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+        folder.mkdir(parents=True)
+        (folder / TENSORS_NAME).write_bytes(save(arrays))
+    cursor = {"epoch": 0, "position": 4 * (iteration + 1), "data_fingerprint": "same"}
+    content = {"weights": weights, "cursor": cursor}
+    result = Result(files=seal_files(folder, [TENSORS_NAME]), content=content)
+    return as_input("rollout", iteration, "rollout", folder, result)
+
+
+def train_order(root: Path, before: Input, name: str, *, reference: Input | None = None) -> Order:
+    """The order to train one iteration on from `before` (init or train)."""
+    weights = before.content["weights"]
+    inputs = {
+        "rollout": make_rollout(root, weights),
+        "checkpoint": dataclasses.replace(before, role="checkpoint"),
+    }
+    if reference is not None:
+        inputs["reference"] = dataclasses.replace(reference, role="reference")
+    return make_order(root, "train", weights["version"], inputs, name)
+
+
+def trained(order: Order, result: Result) -> Input:
+    """A finished train stage as an input."""
+    return as_input("checkpoint", order.iteration, "train", Path(order.attempt_dir), result)
+
+
+def train_in_ranks(
+    root: Path,
+    settings: Settings,
+    before: Input,
+    *,
+    num: int,
+    name: str,
+    iterations: int = 1,
+    reference: Input | None = None,
+) -> list[tuple[Order, Result]]:
+    """Train `iterations` in `num` processes from `before`; what each gave.
+
+    AssertionError with the ranks' output if one of them fails.
+    """
+    (root / "settings.json").write_text(settings.model_dump_json())
+    name_of_first = f"{name}-{before.content['weights']['version']}"
+    first = train_order(root, before, name_of_first, reference=reference)
+    plan = root / f"{name}.json"
+    plan.write_text(json.dumps({"name": name, "iterations": iterations}))
+    (Path(first.attempt_dir) / "order.json").write_bytes(dump_record(first))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(plan), f"{first.attempt_dir}/order.json"],
+            env=os.environ
+            | {"RANK": str(rank), "WORLD_SIZE": str(num), "LOCAL_RANK": str(rank)}
+            | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(num)
+    ]
+    outputs = [process.communicate(timeout=110)[0] for process in processes]
+    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+    done = []
+    for i in range(first.iteration, first.iteration + iterations):
+        folder = root / f"{name}-{i}"
+        order = parse_order((folder / "order.json").read_bytes())
+        done.append((order, parse_result((folder / "result.json").read_bytes())))
+    return done
+
+
+def _main(plan_path: str, order_path: str) -> None:
+    from slurm_rl.stages.train import open_trainer, train_iteration
+
+    plan = json.loads(Path(plan_path).read_text())
+    order = parse_order(Path(order_path).read_bytes())
+    settings = Settings.model_validate_json(Path(order.settings_path).read_bytes())
+    trainer = open_trainer(order, settings)
+    import torch.distributed as dist
+
+    for _ in range(plan["iterations"]):
+        results = [train_iteration(trainer, order)]
+        dist.broadcast_object_list(results, src=0)
+        trainer.weights_digest = results[0].content["weights"]["digest"]
+        folder, root = Path(order.attempt_dir), Path(order.run_dir)
+        if trainer.world.rank == 0:
+            (folder / "order.json").write_bytes(dump_record(order))
+            (folder / "result.json").write_bytes(dump_record(results[0]))
+        before = trained(order, results[0])
+        name = f"{plan['name']}-{order.iteration + 1}"
+        if trainer.world.rank == 0:
+            make_rollout(root, before.content["weights"])
+        dist.barrier()
+        order = train_order(root, before, name, reference=order.inputs.get("reference"))
+    trainer.close()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

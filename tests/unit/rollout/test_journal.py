@@ -1,0 +1,122 @@
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurm_rl.rollout.journal import JOURNAL_NAME, Journal, parse_line, read_journals, render_line
+from slurm_rl.rollout.samples import Sample
+from slurm_rl.storage.fs import PosixFs
+
+
+def group(index: int, reward: float = 0.5) -> list[Sample]:
+    return [
+        Sample(index, k, (1, 2), (3, k), (-0.25, -1e-7), (1, 1), prompt="ü", response="x", label=3,
+               reward=reward, seed=9, metadata={"a": [1]})
+        for k in range(2)
+    ]  # fmt: skip
+
+
+def write_journal(folder: Path, groups: dict[str, list[Sample]]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    with Journal(folder / JOURNAL_NAME) as journal:
+        for key, samples in groups.items():
+            journal.append(key, samples)
+    return folder / JOURNAL_NAME
+
+
+def test_what_was_appended_is_taken_over(tmp_path: Path) -> None:
+    write_journal(tmp_path / "a1", {"k0": group(0), "k1": group(1)})
+    write_journal(tmp_path / "a2", {"k1": group(1, reward=1.0), "k2": group(2)})
+    found = read_journals([str(tmp_path / "a1"), str(tmp_path / "none"), str(tmp_path / "a2")])
+    assert found == {"k0": group(0), "k1": group(1, reward=1.0), "k2": group(2)}
+
+
+def test_any_torn_end_loses_only_the_last_group(tmp_path: Path) -> None:
+    path = write_journal(tmp_path, {"k0": group(0), "k1": group(1)})
+    whole = path.read_bytes()
+    first = len(render_line("k0", group(0)))
+    for size in range(first, len(whole)):
+        path.write_bytes(whole[:size])
+        assert read_journals([str(tmp_path)]) == {"k0": group(0)}
+    path.write_bytes(whole)
+    assert len(read_journals([str(tmp_path)])) == 2
+
+
+def test_a_damaged_line_costs_its_group_and_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_journal(tmp_path, {f"k{k}": group(k) for k in range(3)})
+    lines = path.read_bytes().split(b"\n")
+    lines[1] = lines[1].replace(b'"reward":0.5', b'"reward":0.6')
+    path.write_bytes(b"\n".join(lines))
+    assert set(read_journals([str(tmp_path)])) == {"k0", "k2"}
+    assert "journal.jsonl:2 is damaged" in caplog.text
+
+
+@given(
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=2, max_size=2),
+    st.text(),
+    st.floats(allow_nan=False, allow_infinity=False),
+)
+def test_a_line_gives_back_exactly_what_went_in(
+    logprobs: list[float], text: str, reward: float
+) -> None:
+    samples = [
+        Sample(
+            0,
+            0,
+            (1,),
+            (2, 3),
+            tuple(logprobs),
+            (1, 0),
+            prompt=[{"content": text}],
+            response=text,
+            reward=reward,
+        )
+    ]
+    line = render_line("key", samples)
+    assert line.count(b"\n") == 1
+    assert parse_line(line[:-1]) == ("key", samples)
+
+
+class SlowFs(PosixFs):
+    """Counts what was synced, and may fail."""
+
+    def __init__(self) -> None:
+        self.synced: list[int] = []
+        self.failure: OSError | None = None
+
+    def fsync(self, path: Path) -> None:
+        if self.failure is not None:
+            raise self.failure
+        super().fsync(path)
+        self.synced.append(path.stat().st_size)
+
+
+def test_lines_reach_the_disk_without_a_further_append(tmp_path: Path) -> None:
+    import time
+
+    fs = SlowFs()
+    with Journal(tmp_path / JOURNAL_NAME, fs=fs, interval_s=0.02) as journal:
+        journal.append("k", group(0))
+        deadline = time.monotonic() + 5
+        while not fs.synced and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert fs.synced == [len(render_line("k", group(0)))]
+        time.sleep(0.1)
+        assert len(fs.synced) == 1  # nothing new, nothing synced
+
+
+def test_a_disk_that_fails_is_told_to_the_writer(tmp_path: Path) -> None:
+    import time
+
+    fs = SlowFs()
+    with (
+        pytest.raises(OSError, match="broken"),
+        Journal(tmp_path / JOURNAL_NAME, fs=fs, interval_s=0.01) as journal,
+    ):
+        fs.failure = OSError(5, "broken")
+        for _ in range(500):
+            journal.append("k", group(0))
+            time.sleep(0.01)

@@ -1,0 +1,120 @@
+"""Steps, ranks, micro-batches: every sample once, every trained token in its place."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurm_rl.errors import DataError
+from slurm_rl.rollout.samples import SampleBatch
+from slurm_rl.train.batch import check_samples, pack_microbatch, plan_steps, rollout_weights
+
+
+@pytest.fixture
+def samples():
+    """Prompts [1 2], [3], [4 5 6]; responses [10 11], [12 13 14], [15]; 13 is masked."""
+    return SampleBatch(
+        tokens=np.array([1, 2, 10, 11, 3, 12, 13, 14, 4, 5, 6, 15], np.int32),
+        prompt_lengths=np.array([2, 1, 3], np.int32),
+        response_lengths=np.array([2, 3, 1], np.int32),
+        rollout_logprobs=-np.arange(1, 7, dtype=np.float32),
+        loss_mask=np.array([1, 1, 1, 0, 1, 1], np.uint8),
+        rewards=np.array([1.0, 0.0, 0.5], np.float32),
+        group_index=np.array([0, 0, 1], np.int64),
+        sample_index=np.array([0, 1, 0], np.int64),
+        weights_version=np.zeros(3, np.int32),
+        truncated=np.zeros(3, np.uint8),
+    )
+
+
+def pack(samples, members, **options):
+    return pack_microbatch(
+        samples,
+        members,
+        advantages_B=torch.tensor([0.1, 0.2, 0.3]),
+        weights_R=rollout_weights(samples, per_token=False),
+        per_token=options.pop("per_token", False),
+        **options,
+    )
+
+
+def test_each_token_is_predicted_from_the_position_before_it(samples):
+    batch = pack(samples, [0, 1, 2])
+    assert batch.tokens_bS.tolist() == [[1, 2, 10, 11], [3, 12, 13, 14], [4, 5, 6, 15]]
+    assert batch.targets_N.tolist() == [10, 11, 12, 14, 15]
+    flat = batch.tokens_bS.flatten()
+    assert flat[batch.position_N + 1].tolist() == batch.targets_N.tolist()
+    assert batch.position_N.tolist() == [1, 2, 4, 6, 10]
+
+
+def test_values_go_with_their_tokens(samples):
+    batch = pack(samples, [0, 1, 2])
+    assert batch.rollout_N.tolist() == [-1, -2, -3, -5, -6]
+    assert batch.weights_N.tolist() == [0.5, 0.5, 0.5, 0.5, 1.0]
+    assert torch.allclose(batch.advantages_N, torch.tensor([0.1, 0.1, 0.2, 0.2, 0.3]))
+    assert batch.denominator == 3
+    assert pack(samples, [0, 1, 2], per_token=True).denominator == 5
+
+
+def test_a_part_holds_what_the_whole_does(samples):
+    whole, parts = pack(samples, [0, 1, 2]), [pack(samples, [i]) for i in range(3)]
+    for name in ("targets_N", "weights_N", "advantages_N", "rollout_N"):
+        joined = torch.cat([getattr(part, name) for part in parts])
+        assert torch.equal(joined, getattr(whole, name)), name
+
+
+def test_no_member_is_one_empty_sequence(samples):
+    batch = pack(samples, [], length_multiple=4)
+    assert batch.tokens_bS.shape == (1, 4)
+    assert len(batch.targets_N) == 0 and batch.denominator == 0
+
+
+def test_lengths_are_rounded_up_at_the_end(samples):
+    batch = pack(samples, [0], length_multiple=3)
+    assert batch.tokens_bS.tolist() == [[1, 2, 10, 11, 0, 0]]
+
+
+@given(
+    num=st.integers(1, 40), step=st.integers(1, 16), micro=st.integers(1, 8), dp=st.integers(1, 5)
+)
+def test_every_sample_is_trained_on_once_and_in_order(num, step, micro, dp):
+    plan = plan_steps(num, global_batch_size=step, micro_batch_size=micro, dp_size=dp)
+    flat = [i for ranks in plan for batches in ranks for batch in batches for i in batch]
+    assert flat == list(range(num))
+    assert len(plan) == -(-num // step)
+    for ranks in plan:
+        assert len(ranks) == dp and all(batches for batches in ranks)
+        assert all(len(batch) <= micro for batches in ranks for batch in batches)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("rewards", np.array([1.0, np.nan, 0.5], np.float32), "reward"),
+        ("tokens", np.full(12, 99, np.int32), "vocabulary of 20"),
+        ("prompt_lengths", np.array([3, 0, 3], np.int32), "empty prompt"),
+        ("rollout_logprobs", np.full(6, np.inf, np.float32), "log-probability"),
+    ],
+)
+def test_samples_that_cannot_be_trained_on_are_refused(samples, field, value, said):
+    check_samples(samples, vocab_size=20, max_positions=4)
+    with pytest.raises(DataError, match=said):
+        check_samples(
+            dataclasses.replace(samples, **{field: value}), vocab_size=20, max_positions=4
+        )
+
+
+def test_what_is_masked_may_be_anything(samples):
+    logprobs = samples.rollout_logprobs.copy()
+    logprobs[3] = -np.inf
+    check_samples(
+        dataclasses.replace(samples, rollout_logprobs=logprobs), vocab_size=20, max_positions=4
+    )
+
+
+def test_too_long_is_refused(samples):
+    with pytest.raises(DataError, match="4 tokens, the model takes 3"):
+        check_samples(samples, vocab_size=20, max_positions=3)

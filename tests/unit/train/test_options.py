@@ -1,0 +1,62 @@
+"""`train.megatron`: each key goes where Megatron has it, or is refused by name."""
+
+import pytest
+
+from slurm_rl.errors import ConfigError
+from slurm_rl.train import cpu
+
+with cpu.megatron_imports():
+    from slurm_rl.train.options import split_megatron
+
+
+def test_keys_go_where_megatron_has_them():
+    options = split_megatron(
+        {
+            "lr": 1e-5,
+            "min_lr": 1e-6,
+            "clip_grad": 0.5,
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "overlap_grad_reduce": True,
+            "lr_decay_style": "cosine",
+            "recompute_granularity": "full",
+        }
+    )
+    assert options.tp_size == 2 and options.pp_size == 1
+    assert options.optimizer == {"lr": 1e-5, "min_lr": 1e-6, "clip_grad": 0.5}
+    assert options.ddp == {"overlap_grad_reduce": True}
+    assert options.schedule == {"lr_decay_style": "cosine"}
+    assert options.transformer == {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "recompute_granularity": "full",
+    }
+
+
+def test_a_key_of_several_parts_goes_to_all():
+    options = split_megatron({"lr": 1.0, "bf16": True, "use_distributed_optimizer": False})
+    assert options.bf16 is True
+    assert options.transformer["bf16"] and options.optimizer["bf16"]
+    assert options.ddp == {"use_distributed_optimizer": False}
+    assert options.optimizer["use_distributed_optimizer"] is False
+
+
+def test_the_token_loss_is_ours_to_compute():
+    options = split_megatron({"lr": 1.0, "calculate_per_token_loss": True})
+    assert options.per_token and options.transformer == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "train.megatron.lr is missing"),
+        ({"lr": 1.0, "learning_rate": 2.0}, "learning_rate is not a name"),
+        ({"lr": 1.0, "hidden_size": 64}, "hidden_size cannot be set"),
+        ({"lr": 1.0, "context_parallel_size": 2}, "context_parallel_size = 2 is not supported"),
+        ({"lr": 1.0, "hidden_dropout": 0.1}, "hidden_dropout = 0.1"),
+        ({"lr": 1.0, "fp16": True}, "fp16 = True"),
+    ],
+)
+def test_refusals(options, said):
+    with pytest.raises(ConfigError, match=said):
+        split_megatron(options)
