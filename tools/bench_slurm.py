@@ -4,15 +4,16 @@
     python tools/bench_slurm.py [--steps 6]
 
 Two chains in turn on the same cluster, each of dependent jobs that start one Python program under
-srun: *bare*, plain sbatch scripts with `--dependency=afterany`, and *ours*, a run with toy stages. The
-program's first statement notes the time. Bare: from the end of a program to the start of the next.
-Ours: from the COMMIT of a stage to the start of the next stage's program. Prints both medians and
-their ratio.
+srun: *bare*, plain sbatch scripts with `--dependency=afterany`, and *ours*, a run with toy stages.
+The program's first statement notes the time. Bare: from the end of a program to the start of the
+next. Ours: from the COMMIT of a stage to the start of the next stage's program. Prints both medians
+and their ratio.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
 import statistics
 import subprocess
@@ -55,7 +56,7 @@ def measure_bare(folder: Path, program: Path, num_jobs: int) -> list[float]:
         previous = done.stdout.strip()
     wait_for(marks[-1])
     times = [[float(word) for word in mark.read_text().split()] for mark in marks]
-    return [after[0] - before[1] for before, after in zip(times, times[1:], strict=False)]
+    return [after[0] - before[1] for before, after in itertools.pairwise(times)]
 
 
 def measure_ours(folder: Path, program: Path, num_iterations: int) -> list[float]:
@@ -99,7 +100,7 @@ def measure_ours(folder: Path, program: Path, num_iterations: int) -> list[float
     wait_for(stages[-1] / "COMMIT")
     subprocess.run([program_name, "advance", folder / "bench"], check=True)
     gaps = []
-    for before, after in zip(stages, stages[1:], strict=False):
+    for before, after in itertools.pairwise(stages):
         committed = (before / "COMMIT").stat().st_mtime
         (first_work,) = after.glob("a0001-*/first-work")
         gaps.append(float(first_work.read_text()) - committed)

@@ -42,6 +42,7 @@ def convert(gguf: Path, out: Path, *, dtype_name: str) -> None:
     for mark in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(config, mark):
             delattr(config, mark)
+    config.architectures = [type(model).__name__]  # SGLang chooses the model class by it
     out.mkdir(parents=True)
     config.save_pretrained(out)
     tokenizer.save_pretrained(out)

@@ -111,9 +111,7 @@ def look(chain: Chain, *, own: tuple[str, int | None] | None = None) -> View:
     return observe(chain.run, chain.graph, chain.spec, chain.scheduler, now=now, own=own)
 
 
-def _carry_out(
-    chain: Chain, control: Control, action: Action, job_ids: dict[Link, str]
-) -> bool:
+def _carry_out(chain: Chain, control: Control, action: Action, job_ids: dict[Link, str]) -> bool:
     """One action; False if the links behind it must wait."""
     if isinstance(action, Submit):
         return _submit_link(chain, control, action, job_ids)
@@ -132,9 +130,7 @@ def _carry_out(
     return True
 
 
-def _submit_link(
-    chain: Chain, control: Control, action: Submit, job_ids: dict[Link, str]
-) -> bool:
+def _submit_link(chain: Chain, control: Control, action: Submit, job_ids: dict[Link, str]) -> bool:
     """Write the intent, submit, note the id. Only the creator of the intent submits."""
     if read_control(chain.run) != control:
         return False  # paused, halted or rewound since we looked

@@ -19,9 +19,11 @@ from slurm_rl.storage.claims import attempt_dir, read_claims, read_end
 from slurm_rl.storage.commits import has_commit, read_commit, read_stage_commit
 from slurm_rl.storage.control import Control, read_control
 from slurm_rl.storage.durable import write_hint
-from slurm_rl.storage.intents import Intent, read_intents
+from slurm_rl.storage.intents import read_intents
 from slurm_rl.storage.rundir import RunDir
 from slurm_rl.types import Commit, Slot, StageRef
+
+_NO_FAILURES = ("stopped", "superseded", "committed")
 
 
 def observe(
@@ -176,19 +178,22 @@ def view_slot(
     """A slot of a stage that is not committed as a whole.
 
     An attempt counts as failed if it ended without a commit, unless it was told to stop or was
-    superseded. The last one does not count while its job may be at work.
+    superseded; one that says it committed is believed (its COMMIT may show late). The last one
+    does not count while its job may be at work.
     """
     name = str(slot)
     if slot.shard is not None and read_commit(run, slot) is not None:
         return SlotView(name, slot.shard, True)
     claims = read_claims(run, slot)
     base = dict(control.forgiven).get(name, 0)
-    running = {j.claim_token for j in queue or () if j.state in (JobState.RUNNING, JobState.UNKNOWN)}
+    running = {
+        j.claim_token for j in queue or () if j.state in (JobState.RUNNING, JobState.UNKNOWN)
+    }
     failures, view = 0, SlotView(name, slot.shard)
     for claim in claims:
         end = read_end(run, slot, claim)
         is_last = claim is claims[-1]
-        if claim.epoch <= base or (end is not None and end.outcome in ("stopped", "superseded")):
+        if claim.epoch <= base or (end is not None and end.outcome in _NO_FAILURES):
             continue
         if end is None and is_last and (queue is None or claim.job_token in running):
             continue  # at work, as far as anyone can tell

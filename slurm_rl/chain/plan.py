@@ -217,9 +217,7 @@ def _plan_window(spec: Spec, view: View, draft: _Draft) -> None:
         previous = seen.link
 
 
-def _next_submission(
-    spec: Spec, seen: LinkView, view: View, replace_held: bool
-) -> tuple[int, str]:
+def _next_submission(spec: Spec, seen: LinkView, view: View, replace_held: bool) -> tuple[int, str]:
     """Number of the submission to make for a link that no live job stands for, or why not yet."""
     delay = _retry_delay(spec, seen)
     if delay > 0:

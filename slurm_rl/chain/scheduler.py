@@ -105,6 +105,10 @@ class Scheduler(Protocol):
         """Make a pending job wait for `after` instead, or for nothing."""
         ...
 
+    def was_cancelled(self, job_id: str) -> bool:
+        """Whether somebody is ending this job for good; False where that cannot be told."""
+        ...
+
     def requeue(self, job_id: str) -> bool:
         """Put a running job back to the queue; False where that cannot be."""
         ...

@@ -117,7 +117,9 @@ def advance(run: RunArgument) -> None:
 @app.command()
 def logs(
     run: RunArgument,
-    iteration: Annotated[int | None, typer.Option("-i", "--iteration", help="Default: newest.")] = None,
+    iteration: Annotated[
+        int | None, typer.Option("-i", "--iteration", help="Default: newest.")
+    ] = None,
     stage: Annotated[str | None, typer.Option("--stage", help="rollout, train, …")] = None,
     lines: Annotated[int, typer.Option("-n", "--lines", help="Lines of each log.")] = 40,
     list_: Annotated[bool, typer.Option("--list", help="Only name the files.")] = False,
@@ -167,7 +169,9 @@ def cancel(run: RunArgument) -> None:
 @app.command()
 def verify(
     run: RunArgument,
-    iteration: Annotated[int | None, typer.Option("-i", "--iteration", help="Only this one.")] = None,
+    iteration: Annotated[
+        int | None, typer.Option("-i", "--iteration", help="Only this one.")
+    ] = None,
 ) -> None:
     """Re-read everything committed: digests, sizes, parents. Exit code 5 on damage."""
     from slurm_rl.cli.verify import verify_run
@@ -179,7 +183,9 @@ def verify(
 def path(
     run: RunArgument,
     what: Annotated[str, typer.Argument(help="weights, checkpoint, samples or run.")] = "weights",
-    iteration: Annotated[int | None, typer.Option("-i", "--iteration", help="Default: newest.")] = None,
+    iteration: Annotated[
+        int | None, typer.Option("-i", "--iteration", help="Default: newest.")
+    ] = None,
 ) -> None:
     """Print where committed weights, checkpoints or samples lie.
 

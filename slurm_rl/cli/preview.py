@@ -106,7 +106,9 @@ def _show_estimates(settings: Settings) -> None:
     say(f"  weights     {format_bytes(weights)} ({weight_bytes} bytes a parameter)")
     say(f"  samples     at most {format_bytes(samples)} ({num_samples} samples)")
     total = checkpoint + weights + samples
-    say(f"  written in one iteration {format_bytes(total)}; in the run "
-        f"{format_bytes(total * settings.num_rollout)}")
+    say(
+        f"  written in one iteration {format_bytes(total)}; in the run "
+        f"{format_bytes(total * settings.num_rollout)}"
+    )
     # A save holds this node's part of the state; the export gathers the weights on one node.
     say(f"  host memory of a train node, for a save: {format_bytes(checkpoint / nodes + weights)}")

@@ -64,9 +64,7 @@ def collect_status(opened: OpenRun, view: View) -> dict[str, Any]:
         for job in view.queue or ()
         if job.state is not JobState.ENDED
     ]
-    stage = next(
-        (str(link.link.anchor) for link in view.links if not link.is_done), "complete"
-    )
+    stage = next((str(link.link.anchor) for link in view.links if not link.is_done), "complete")
     return {
         "run": str(opened.run.root),
         "state": _state(view, head, graph.num_iterations, jobs),
@@ -146,7 +144,9 @@ def _show_jobs(jobs: list[dict[str, Any]]) -> None:
     for job in jobs:
         where = job["nodes"] or job["reason"]
         elapsed = format_seconds(job["elapsed_s"]) if job["elapsed_s"] else ""
-        say(f"{job['job_id']:>10}  {job['name']:<{width}}  {job['state']:<10} {elapsed:>7}  {where}")
+        say(
+            f"{job['job_id']:>10}  {job['name']:<{width}}  {job['state']:<10} {elapsed:>7}  {where}"
+        )
 
 
 def _estimate_left(opened: OpenRun, control: Control, head: int) -> float | None:

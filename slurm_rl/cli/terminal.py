@@ -7,8 +7,8 @@ import sys
 
 
 def configure_logging(*, debug: bool) -> None:
-    """Warnings for people; everything with `--debug`."""
-    level = logging.DEBUG if debug else logging.WARNING
+    """What goes wrong is said by the commands themselves; `--debug` shows all that is logged."""
+    level = logging.DEBUG if debug else logging.ERROR
     logging.basicConfig(level=level, format="%(levelname)s %(message)s", stream=sys.stderr)
 
 

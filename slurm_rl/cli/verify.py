@@ -23,7 +23,9 @@ def verify_run(path: Path, *, iteration: int | None) -> None:
     control = read_control(opened.run)
     graph = opened.chain.graph
     head = find_head(opened.run, graph, control)
-    iterations = [iteration] if iteration is not None else range(min(head + 1, graph.num_iterations))
+    iterations = (
+        [iteration] if iteration is not None else range(min(head + 1, graph.num_iterations))
+    )
     damage: list[str] = []
     num_commits = size_bytes = 0
     for i in iterations:
@@ -68,9 +70,7 @@ def print_path(path: Path, what: str, *, iteration: int | None) -> None:
     say(str(find_output(opened, control, what, iteration)))
 
 
-def find_output(
-    opened: OpenRun, control: Control, what: str, iteration: int | None = None
-) -> Path:
+def find_output(opened: OpenRun, control: Control, what: str, iteration: int | None = None) -> Path:
     """Where the committed `what` of an iteration lies; the newest if None."""
     if what not in _OUTPUTS:
         raise NoRunError(f"{what!r} is not one of {', '.join([*_OUTPUTS, 'run'])}")

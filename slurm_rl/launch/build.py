@@ -87,6 +87,4 @@ def make_scheduler(settings: Settings, run: RunDir) -> Scheduler:
 
 def make_timing(settings: Settings) -> Timing:
     chain = settings.chain
-    return Timing(
-        lease_s=chain.lease_s, heartbeat_s=chain.heartbeat_s, wait_s=10 * chain.lease_s
-    )
+    return Timing(lease_s=chain.lease_s, heartbeat_s=chain.heartbeat_s, wait_s=10 * chain.lease_s)

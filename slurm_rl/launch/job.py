@@ -21,7 +21,7 @@ from slurm_rl.launch import local
 from slurm_rl.launch.build import OpenRun, make_timing, open_run
 from slurm_rl.launch.payload import LocalRunner, SrunRunner
 from slurm_rl.launch.shape import fits
-from slurm_rl.launch.supervisor import EXIT_DONE, EXIT_UNFINISHED, Job, Supervisor
+from slurm_rl.launch.supervisor import EXIT_DONE, Job, Supervisor
 from slurm_rl.launch.tick import tick_life
 from slurm_rl.storage.rundir import write_copies
 

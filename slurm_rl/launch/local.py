@@ -1,8 +1,8 @@
 """The local launcher: jobs as processes of this machine, for people without a cluster.
 
 A job is a detached process that waits for its turn and then runs the same supervisor as under
-Slurm. The queue is a folder of small files, `<run>/scheduler/jobs/<token>.json`; a job is live while
-its process is, and process ids that come round again are told apart by their start time.
+Slurm. The queue is a folder of small files, `<run>/scheduler/jobs/<token>.json`; a job is live
+while its process is, and process ids that come round again are told apart by their start time.
 """
 
 from __future__ import annotations
@@ -125,6 +125,9 @@ class LocalScheduler:
                 changed = SpoolEntry(**{**asdict(entry), "after": after})
                 path = self.jobs_dir / f"{entry.job_id}.json"
                 write_hint(path, json.dumps(asdict(changed)).encode(), fs=self.run.fs)
+
+    def was_cancelled(self, job_id: str) -> bool:
+        return False  # a signal says nothing about who sent it
 
     def requeue(self, job_id: str) -> bool:
         return False  # a process that ends is gone; the next advance submits another

@@ -195,6 +195,12 @@ class MemoryCluster:
                 job.after = after
         self.look_again()
 
+    def was_cancelled(self, job_id: str) -> bool:
+        """Whether the job was cancelled while it ran."""
+        self._answer()
+        job = self.find(job_id)
+        return job is not None and job.raw == "CANCELLED"
+
     def requeue(self, job_id: str) -> bool:
         """`scontrol requeue`: everything is told to stop, and the job is pending again."""
         self._answer()

@@ -174,6 +174,10 @@ class ProcessScheduler:
         self.process.effect("repoint", job_id)
         self.process.cluster.repoint(job_id, after)
 
+    def was_cancelled(self, job_id: str) -> bool:
+        self.process.effect("was_cancelled", job_id)
+        return self.process.cluster.was_cancelled(job_id)
+
     def requeue(self, job_id: str) -> bool:
         self.process.effect("requeue", job_id)
         return self.process.cluster.requeue(job_id)

@@ -145,7 +145,9 @@ def read_env_file(path: Path) -> dict[str, str]:
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
-        raise ConfigError(f"env_file = {path}: {error.strerror}", hint="make it readable") from error
+        raise ConfigError(
+            f"env_file = {path}: {error.strerror}", hint="make it readable"
+        ) from error
     found = {}
     for number, line in enumerate(lines, 1):
         text = line.strip().removeprefix("export ")

@@ -150,6 +150,22 @@ class SlurmScheduler:
         if done.returncode != 0 and not _says(_say(done), _OVER):
             raise SchedulerUnavailable(f"scontrol update: {_say(done)}")
 
+    def was_cancelled(self, job_id: str) -> bool:
+        """Whether a running job is being ended by scancel. False if Slurm does not say.
+
+        Asked by the job itself, from its own environment. squeue shows COMPLETING for that and
+        for a requeue alike; but a requeue has counted one restart more by then, a preemption has
+        a time, and the time limit is a reason.
+        """
+        done = self._ask(["scontrol", "show", "job", "-o", _check_id(job_id)])
+        words = dict(word.partition("=")[::2] for word in done.stdout.split())
+        return (
+            words.get("JobState") in ("COMPLETING", "CANCELLED")
+            and words.get("Restarts") == os.environ.get("SLURM_RESTART_COUNT", "0")
+            and words.get("Reason") == "None"
+            and words.get("PreemptTime", "None") in ("None", "Unknown", "N/A")
+        )
+
     def requeue(self, job_id: str) -> bool:
         """Put a job back in the queue, under the same id; False where Slurm will not."""
         done = self._ask(["scontrol", "requeue", _check_id(job_id)])

@@ -22,7 +22,7 @@ from slurm_rl.chain.advance import Chain, advance
 from slurm_rl.chain.graph import Link
 from slurm_rl.chain.observe import find_head, read_current, read_queue, slots_of, view_slot
 from slurm_rl.chain.scheduler import JobState, make_claim_token
-from slurm_rl.errors import SchedulerError, SlurmRlError
+from slurm_rl.errors import CorruptError, SchedulerError, SlurmRlError
 from slurm_rl.launch.attempt import Attempt, AttemptOutcome
 from slurm_rl.storage.claims import (
     new_token,
@@ -33,7 +33,7 @@ from slurm_rl.storage.claims import (
     try_claim,
 )
 from slurm_rl.storage.commits import read_commit
-from slurm_rl.storage.control import Control, read_control, write_pause
+from slurm_rl.storage.control import Control, Halt, read_control, write_halt, write_pause
 from slurm_rl.types import Claim, Slot
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,17 @@ class Supervisor:
     _free_after: dict[Slot, int] = field(default_factory=dict)
 
     def run(self) -> Sleeps:
-        """Work until the own link is complete or nothing more can be done; the exit status."""
+        """Work until the own link is complete or nothing more can be done; the exit status.
+
+        Raises CorruptError, after halting the run: the next job would only find the same.
+        """
+        try:
+            return (yield from self._work())
+        except CorruptError as error:
+            write_halt(self.chain.run, Halt(error.message, error.hint, since=self.chain.clock()))
+            raise
+
+    def _work(self) -> Sleeps:
         while not self.job.stop:
             slot = yield from self._find_work()
             if slot is None:
@@ -185,7 +195,9 @@ class Supervisor:
         return [link for i in range(first, last + 1) for link in graph.links(i)]
 
     def _own_slots(self, control: Control) -> list[Slot]:
-        slots = [s for ref in self.job.link.stages for s in slots_of(self.chain.graph, control, ref)]
+        slots = [
+            s for ref in self.job.link.stages for s in slots_of(self.chain.graph, control, ref)
+        ]
         return [s for s in slots if s.shard is None or self.job.task in (None, s.shard)]
 
     def _is_own_done(self) -> bool:
@@ -278,11 +290,13 @@ class Supervisor:
         if not self.job.job_id:
             return
         try:
-            queue = read_queue(self.chain.scheduler, self.chain.spec.short_id) or ()
-            own = [j for j in queue if (j.token, j.task) == (self.job.token, self.job.task)]
-            if any(j.raw == "CANCELLED" for j in own):
+            if self.chain.scheduler.was_cancelled(self.job.job_id):
                 write_pause(self.chain.run, f"job {self.job.job_id} was cancelled by hand")
                 return
+            queue = read_queue(self.chain.scheduler, self.chain.spec.short_id) or ()
+            own = [j for j in queue if (j.token, j.task) == (self.job.token, self.job.task)]
+            if any(j.raw == "COMPLETING" for j in own):
+                return  # somebody is ending it already: a requeue brings it back by itself
             # By name: an id may be somebody else's by now.
             at_work = (JobState.RUNNING, JobState.UNKNOWN)
             mine = any(j.job_id == self.job.job_id and j.state in at_work for j in own)

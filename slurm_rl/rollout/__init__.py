@@ -1,0 +1,1 @@
+"""Rollouts: prompts, engines, rewards, the journal, and the format of samples."""

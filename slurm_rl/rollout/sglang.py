@@ -111,11 +111,19 @@ def render_command(
 
 
 def read_dtype(path: Path) -> str | None:
-    """The dtype that a model's config names, as `--dtype` takes it; None if it names none."""
+    """The dtype that a model's config names, as `--dtype` takes it; None if it names none.
+
+    Raises ModelError for a config that SGLang cannot serve, before a server is started for it.
+    """
     try:
         config = json.loads((path / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}/config.json cannot be read: {error}") from error
+    if not config.get("architectures"):
+        raise ModelError(
+            f"{path}/config.json has no `architectures`, by which SGLang chooses the model class",
+            hint='add it, for example "architectures": ["LlamaForCausalLM"]',
+        )
     name = config.get("dtype") or config.get("torch_dtype")
     return name if name in ("float32", "float16", "bfloat16") else None
 

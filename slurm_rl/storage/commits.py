@@ -109,7 +109,7 @@ def assemble(shards: list[Commit]) -> tuple[dict[str, Any], dict[str, Any]]:
     were not made from the same inputs.
     """
     merged: dict[str, Any] = {}
-    for key in shards[0].content:
+    for key in sorted({key for shard in shards for key in shard.content}):
         values = [shard.content.get(key) for shard in shards]
         if key == "files":
             merged[key] = [

@@ -1,8 +1,8 @@
 """Control: what people and the chain have decided about the run.
 
-`PAUSE` and `HALT` stop submitting and claiming, never publishing. `timeline-N` rewrites history from
-a stage on. `budget-N` gives stages that had used up their attempts new ones. All but `PAUSE` and
-`HALT` are made once and stay.
+`PAUSE` and `HALT` stop submitting and claiming, never publishing. `timeline-N` rewrites history
+from a stage on. `budget-N` gives stages that had used up their attempts new ones. All but `PAUSE`
+and `HALT` are made once and stay.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,18 +186,15 @@ def _canonical_containers(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_canonical_containers(item) for item in value)
     if type(value) is str:
-        return _INTERNED.setdefault(value, value)
+        return sys.intern(value)
     return value
-
-
-_INTERNED: dict[str, str] = {}
 
 
 class _SameBytes(SaveShardedStrategy):
     """Megatron's torch_dist strategy on torch's own writer, in this process.
 
     Megatron's writer spawns a manager and forks workers (2 s on a tiny model) and needs
-    psutil; the files are the same.
+    psutil; the format is the same.
     """
 
     def can_handle_sharded_objects(self) -> bool:
@@ -206,7 +204,9 @@ class _SameBytes(SaveShardedStrategy):
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
         torch_checkpoint.state_dict_saver.save(
             mcore_to_pyt_state_dict(flat, False),
-            storage_writer=_Writer(checkpoint_dir, thread_count=2),
+            # One thread: torch's writer loses the errors of its other threads (a full disk),
+            # and with them a part of the checkpoint.
+            storage_writer=_Writer(checkpoint_dir, thread_count=1),
             planner=MCoreSavePlanner(flatten_state_dict=False),
         )
 

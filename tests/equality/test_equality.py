@@ -141,7 +141,7 @@ MUTANTS = {
         "i0001.rollout",
     ),
 }
-_FORGET = '''
+_FORGET = """
 
 def _forget(optimizer: object) -> None:
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -149,7 +149,7 @@ def _forget(optimizer: object) -> None:
             for value in state.values():
                 if torch.is_tensor(value):
                     value.zero_()
-'''
+"""
 
 
 @pytest.mark.parametrize("name", MUTANTS)

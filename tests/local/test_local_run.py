@@ -63,7 +63,7 @@ def test_kills_at_any_time_leave_the_same_history(
     for delay_s in (1.0, 3.5, 4.0):
         time.sleep(delay_s)
         num_killed += toy_run.kill_jobs()
-    out, err = watcher.communicate(timeout=100)
+    _, err = watcher.communicate(timeout=100)
     assert watcher.returncode == 0, err
     assert num_killed >= 3
     assert toy_run.digests() == undisturbed
@@ -77,7 +77,7 @@ def test_ctrl_c_stops_the_processes_and_resume_goes_on(
     watcher = toy_run.start("submit", str(toy_run.config), "--wait", TOY_SECOND="0.2")
     wait_until(lambda: (toy_run.root / "iterations/000000/rollout.t0/claim.0001").exists())
     watcher.send_signal(signal.SIGINT)
-    out, err = watcher.communicate(timeout=60)
+    out, _ = watcher.communicate(timeout=60)
     assert watcher.returncode == 130 and "Continue with: slurm-rl resume" in out
     wait_until(lambda: not toy_run.running())
     assert toy_run.command("status", str(toy_run.root), "--json").stdout.count('"paused"')

@@ -157,7 +157,8 @@ def test_a_model_that_cannot_be_served_is_reported_with_the_log(
     make_options, all_weights, tmp_path: Path
 ) -> None:  # type: ignore[no-untyped-def]
     engine = SglangEngine(make_options(tmp_path / "log", start_timeout_s=120))
-    (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}')
+    config = {"model_type": "nonesuch", "architectures": ["NonesuchForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(EngineError, match="ended with status") as caught:
         engine.start(Weights(tmp_path, 0, "xxh3:0", "run/v0/xxh3:0"))
     assert str(tmp_path / "log") in str(caught.value)

@@ -53,17 +53,19 @@ def test_a_group_does_not_depend_on_what_else_runs(engine) -> None:  # type: ign
         assert alone == together[request]
 
 
-def test_the_number_of_threads_around_it_changes_nothing_and_is_restored(engine) -> None:  # type: ignore[no-untyped-def]
-    sampling = Sampling(max_new_tokens=12)
+def test_threads_are_pinned_while_it_computes_and_restored(engine) -> None:  # type: ignore[no-untyped-def]
+    seen = []
+    engine._model.register_forward_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
     before = torch.get_num_threads()
     results = []
     try:
         for num_threads in (1, 2):
             torch.set_num_threads(num_threads)
-            results.append(list(engine.generate(requests(), sampling)))
+            results.append(list(engine.generate(requests(), Sampling(max_new_tokens=12))))
             assert torch.get_num_threads() == num_threads
     finally:
         torch.set_num_threads(before)
+    assert set(seen) == {1}
     assert results[0] == results[1]
 
 

@@ -140,6 +140,15 @@ def test_the_next_iteration_goes_on_and_draws_anew(prompts, make_settings, make_
     assert batches[0].tokens.tolist() != batches[1].tokens.tolist()
 
 
+def test_the_iteration_is_part_of_every_seed(prompts, make_settings, make_order) -> None:  # type: ignore[no-untyped-def]
+    orders = [make_order(iteration=iteration) for iteration in range(2)]
+    for order in orders:
+        run_rollout(order, make_settings())
+    lines = [(Path(o.attempt_dir) / "samples.jsonl").read_text().splitlines() for o in orders]
+    seeds = [{json.loads(line)["seed"] for line in found} for found in lines]
+    assert len(seeds[0] | seeds[1]) == 24
+
+
 def test_a_repetition_is_byte_identical(prompts, make_settings, make_order) -> None:  # type: ignore[no-untyped-def]
     settings = make_settings()
     results = [facts(order := make_order(), run_rollout(order, settings)) for _ in range(2)]

@@ -1,5 +1,6 @@
 """What is said to SGLang and understood of its answers. A real server is in tests/sglang."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -67,8 +68,12 @@ def test_weights_are_served_in_their_own_dtype(tmp_path: Path) -> None:
         ('{"torch_dtype": "bfloat16"}', "bfloat16"),
         ("{}", None),
     ):
-        (tmp_path / "config.json").write_text(text)
+        config = json.loads(text) | {"architectures": ["LlamaForCausalLM"]}
+        (tmp_path / "config.json").write_text(json.dumps(config))
         assert read_dtype(tmp_path) == expected
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="has no `architectures`"):
+        read_dtype(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config\.json cannot be read"):
         read_dtype(tmp_path)

@@ -135,6 +135,7 @@ def test_the_first_failure_is_kept(tmp_path: Path) -> None:
     assert read_failure(attempt) == {"first": 1}
 
 
+@pytest.mark.slow
 def test_sigterm_stops_soon_and_is_recorded(tmp_path: Path) -> None:
     (tmp_path / "waiting.py").write_text(WAITING)
     (tmp_path / "p.jsonl").write_text('{"prompt": "ab"}\n')

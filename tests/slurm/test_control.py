@@ -1,0 +1,100 @@
+"""Commands and other people's hands on a real Slurm, with toy stages."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from slurm.cluster import Cluster, wait_for
+from toy.commands import ToyRun
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+@pytest.fixture
+def slurm_run(cluster: Cluster, tmp_path: Path) -> ToyRun:
+    for folder in (tmp_path, tmp_path.parent):
+        folder.chmod(0o755)
+    run = ToyRun(tmp_path)
+    write(run)
+    return run
+
+
+def write(run: ToyRun, **changes: object) -> None:
+    run.write(
+        launcher="slurm",
+        num_rollout=2,
+        host_python=sys.executable,
+        slurm={"partition": "low", "time": "00:05:00", "cpus_per_task": 1},
+        env={"TOY_SECOND": "0.5"},
+        **changes,
+    )
+
+
+def claims(run: ToyRun, stage: str) -> list[str]:
+    return sorted(p.name for p in (run.root / "iterations").glob(f"{stage}.t0/claim.*"))
+
+
+def jobs(cluster: Cluster) -> list[str]:
+    return cluster.call("squeue", "-h", "-o", "%j").split()
+
+
+def test_scancel_of_a_running_job_pauses_the_run(cluster: Cluster, slurm_run: ToyRun) -> None:
+    assert slurm_run.command("submit", str(slurm_run.config)).returncode == 0
+    stage = "000000/rollout"
+    wait_for(lambda: claims(slurm_run, stage), what="a claimed rollout", timeout_s=60)
+    running = cluster.call("squeue", "-h", "-t", "R", "-o", "%i").split()
+    cluster.call("scancel", *running)
+    pause = slurm_run.root / "control" / "PAUSE"
+    wait_for(pause.exists, what="a pause", timeout_s=60)
+    assert "cancelled by hand" in pause.read_text()
+    wait_for(lambda: not cluster.call("squeue", "-h", "-t", "R,CG", "-o", "%i").split(), what="end")
+    assert claims(slurm_run, stage) == ["claim.0001"], "a paused run claims nothing"
+    done = slurm_run.command("resume", str(slurm_run.root), "--wait")
+    assert done.returncode == 0, done.stderr
+    wait_for(lambda: not jobs(cluster), what="an empty queue")
+
+
+def test_cancel_empties_the_queue_and_resume_goes_on(cluster: Cluster, slurm_run: ToyRun) -> None:
+    assert slurm_run.command("submit", str(slurm_run.config)).returncode == 0
+    wait_for(lambda: claims(slurm_run, "000000/rollout"), what="a claimed rollout", timeout_s=60)
+    told = slurm_run.command("cancel", str(slurm_run.root))
+    assert told.returncode == 0 and "cancelled" in told.stdout
+    wait_for(lambda: not jobs(cluster), what="an empty queue", timeout_s=60)
+    assert slurm_run.command("submit", str(slurm_run.config)).returncode == 3
+    done = slurm_run.command("resume", str(slurm_run.root), "--wait")
+    assert done.returncode == 0, done.stderr
+    assert len(slurm_run.digests()) == 5
+
+
+def test_one_job_an_iteration(cluster: Cluster, slurm_run: ToyRun) -> None:
+    write(slurm_run, chain__pack="iteration")
+    done = slurm_run.command("submit", str(slurm_run.config), "--wait")
+    assert done.returncode == 0, done.stderr
+    logs = sorted((slurm_run.root / "iterations").glob("*/logs/*"))
+    assert {log.name.split(".")[0] for log in logs} == {"iteration"}
+    assert len(slurm_run.digests()) == 5
+
+
+def test_shards_are_an_array(cluster: Cluster, slurm_run: ToyRun) -> None:
+    write(slurm_run, rollout__shards=2)
+    assert slurm_run.command("submit", str(slurm_run.config)).returncode == 0
+    ids = cluster.call("squeue", "-h", "-r", "-o", "%i %j").splitlines()
+    rollouts = [line.split()[0] for line in ids if ".i0000.rollout." in line]
+    assert [job.partition("_")[2] for job in sorted(rollouts)] == ["0", "1"]
+    done = slurm_run.command("watch", str(slurm_run.root))
+    assert done.returncode == 0, done.stderr
+    assert len(slurm_run.digests()) == 5 + 4, "each rollout has a commit and one for each shard"
+
+
+def test_a_refused_option_is_one_line_and_loses_nothing(slurm_run: ToyRun) -> None:
+    write(slurm_run, tick={"slurm": {"partition": "nowhere"}})
+    slurm_run.write(
+        launcher="slurm",
+        host_python=sys.executable,
+        slurm={"partition": "nowhere", "time": "00:05:00"},
+    )
+    told = slurm_run.command("submit", str(slurm_run.config))
+    assert told.returncode == 6 and "nowhere" in told.stderr
+    assert len(told.stderr.strip().splitlines()) == 1, told.stderr

@@ -1,0 +1,82 @@
+"""The graph: who needs whom, and which jobs that makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from toy.world import make_settings
+
+from slurm_rl.chain.graph import Link, build_graph
+from slurm_rl.types import StageRef
+
+
+def refs(**stages: tuple[int, str]) -> dict[str, StageRef]:
+    return {role: StageRef(*ref) for role, ref in stages.items()}
+
+
+@pytest.mark.parametrize(
+    ("ref", "parents"),
+    [
+        (StageRef(0, "init"), refs()),
+        (StageRef(0, "rollout"), refs(weights=(0, "init"))),
+        (StageRef(0, "train"), refs(rollout=(0, "rollout"), checkpoint=(0, "init"))),
+        (StageRef(3, "rollout"), refs(weights=(2, "train"), previous=(2, "rollout"))),
+        (StageRef(3, "train"), refs(rollout=(3, "rollout"), checkpoint=(2, "train"))),
+    ],
+)
+def test_grpo(tmp_path: Path, ref: StageRef, parents: dict[str, StageRef]) -> None:
+    graph = build_graph(make_settings(tmp_path, num_rollout=5))
+    assert graph.parents(ref) == parents
+
+
+@pytest.mark.parametrize("iteration", [0, 1, 4])
+def test_with_a_kl_loss_train_is_handed_the_initial_weights(tmp_path: Path, iteration: int) -> None:
+    train = {"global_batch_size": 4, "use_kl_loss": True, "kl_loss_coef": 0.1}
+    graph = build_graph(make_settings(tmp_path, num_rollout=5, train=train))
+    parents = graph.parents(StageRef(iteration, "train"))
+    assert parents["reference"] == StageRef(0, "init")
+    assert "reference" not in graph.parents(StageRef(iteration, "rollout"))
+
+
+def test_every_parent_is_a_stage_that_comes_before(tmp_path: Path) -> None:
+    train = {"global_batch_size": 4, "use_kl_loss": True, "kl_loss_coef": 0.1}
+    graph = build_graph(make_settings(tmp_path, num_rollout=4, train=train))
+    order = [StageRef(i, node.kind) for i in range(4) for node in graph.stages(i)]
+    for ref in order:
+        for parent in graph.parents(ref).values():
+            assert order.index(parent) < order.index(ref)
+
+
+def test_a_link_for_each_stage(tmp_path: Path) -> None:
+    graph = build_graph(make_settings(tmp_path))
+    assert [link.kinds for link in graph.links(0)] == [("init",), ("rollout",), ("train",)]
+    assert [link.kinds for link in graph.links(1)] == [("rollout",), ("train",)]
+
+
+def test_a_link_for_each_iteration(tmp_path: Path) -> None:
+    graph = build_graph(make_settings(tmp_path, pack="iteration"))
+    assert graph.links(0) == (Link(0, ("init", "rollout", "train")),)
+    assert graph.links(1) == (Link(1, ("rollout", "train")),)
+    assert graph.links(1)[0].anchor == StageRef(1, "train")
+
+
+def test_links_go_on_to_the_last_iteration(tmp_path: Path) -> None:
+    graph = build_graph(make_settings(tmp_path, num_rollout=3))
+    assert [link.anchor for link in graph.links_from(2)] == [
+        StageRef(2, "rollout"),
+        StageRef(2, "train"),
+    ]
+    assert list(graph.links_from(3)) == []
+
+
+def test_names_say_what_a_job_is_for() -> None:
+    assert Link(12, ("rollout",)).job_name("run", "tok") == "run.i0012.rollout.tok"
+    assert Link(0, ("init", "rollout")).job_name("run", "tok") == "run.i0000.iteration.tok"
+
+
+def test_shards_are_the_rollouts(tmp_path: Path) -> None:
+    graph = build_graph(make_settings(tmp_path, shards=2))
+    kinds = ("init", "rollout", "train")
+    assert [graph.node(kind).num_shards for kind in kinds] == [1, 2, 1]
+    assert graph.last_stage(1) == StageRef(1, "train")
