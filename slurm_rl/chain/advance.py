@@ -156,6 +156,7 @@ def _submit_link(chain: Chain, control: Control, action: Submit, job_ids: dict[L
         stages=link.stages,
         shards=action.shards,
         after=after,
+        begin_s=action.begin_s,
         log=str(run.logs_dir(link.iteration) / f"{link.label}.{intent.number:04d}"),
     )
     # If this fails it may have been accepted all the same; the intent's deadline settles that.

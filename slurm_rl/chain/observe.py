@@ -19,7 +19,7 @@ from slurm_rl.storage.claims import attempt_dir, read_claims, read_end
 from slurm_rl.storage.commits import has_commit, read_commit, read_stage_commit
 from slurm_rl.storage.control import Control, read_control
 from slurm_rl.storage.durable import write_hint
-from slurm_rl.storage.intents import read_intents
+from slurm_rl.storage.intents import Intent, read_intents, read_submitted
 from slurm_rl.storage.rundir import RunDir
 from slurm_rl.types import Commit, Slot, StageRef
 
@@ -49,7 +49,8 @@ def observe(
             conflict = conflict or _find_conflict(run, graph, control, ref, commit)
             slots += _view_stage(run, graph, control, ref, commit, queue, now)
         aged = tuple((intent, now - intent.created) for intent in intents[link])
-        views.append(LinkView(link, aged, tuple(slots)))
+        num_lost = _count_lost(run, graph, control, link, intents[link], queue)
+        views.append(LinkView(link, aged, tuple(slots), num_lost))
     if window and all(seen.is_done for seen in views):
         # All of it was committed since the window was found: that is not the end of the run.
         return observe(run, graph, spec, scheduler, now=now, own=own)
@@ -155,6 +156,33 @@ def _find_conflict(
         if commit.parents.get(role) != found:
             return f"{ref} was made from {role} {commit.parents.get(role)}, but {parent} is {found}"
     return ""
+
+
+def _count_lost(
+    run: RunDir,
+    graph: Graph,
+    control: Control,
+    link: Link,
+    intents: list[Intent],
+    queue: tuple[QueuedJob, ...] | None,
+) -> int:
+    """Submissions of a link that got a job, claimed nothing, and are not in the queue.
+
+    0 while the scheduler does not answer: absence says nothing then.
+    """
+    if queue is None or len(intents) < 2:
+        return 0
+    forgiven = dict(control.forgiven).get(str(link.anchor), 0)
+    submitted = read_submitted(run, link_folder(run, control, link))
+    live = {job.token for job in queue if job.state is not JobState.ENDED}
+    slots = [slot for ref in link.stages for slot in slots_of(graph, control, ref)]
+    claimed = {c.job_token.partition("_")[0] for slot in slots for c in read_claims(run, slot)}
+    return sum(
+        intent.number > forgiven
+        and intent.number in submitted
+        and intent.token not in live | claimed
+        for intent in intents
+    )
 
 
 def _view_stage(

@@ -22,6 +22,8 @@ TICKS_WANTED = 2
 #: A controller killed within a second of a submission forgets the job; two ticks submitted
 #: further apart than this are not both forgotten.
 TICK_SPACING_S = 10.0
+#: Jobs of a link that may end without a claim, for each attempt that may fail.
+LOST_PER_ATTEMPT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +60,16 @@ class SlotView:
 
 @dataclass(frozen=True, slots=True)
 class LinkView:
-    """One link, its intents (with their ages) and its slots."""
+    """One link, its intents (with their ages) and its slots.
+
+    num_lost: submissions that got a job id but never claimed anything, and still count: their
+              jobs died before the supervisor could work, or stand in the queue.
+    """
 
     link: Link
     intents: tuple[tuple[Intent, float], ...] = ()
     slots: tuple[SlotView, ...] = ()
+    num_lost: int = 0
 
     @property
     def is_done(self) -> bool:
@@ -95,12 +102,16 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Submit number `number` of `link`, to wake when `after` (a job id or a link) ends."""
+    """Submit number `number` of `link`, to wake when `after` (a job id or a link) ends.
+
+    begin_s: seconds to wait at least, after a failure.
+    """
 
     link: Link
     number: int
     after: str | Link | None = None
     shards: tuple[int, ...] = ()
+    begin_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +185,12 @@ def plan(spec: Spec, view: View) -> Plan:
 
 def _find_halt(spec: Spec, view: View) -> Halt | None:
     for link in view.links:
+        # A job that dies before it claims leaves no failed attempt; it must not go on for ever.
+        if not link.is_done and link.num_lost > LOST_PER_ATTEMPT * spec.max_attempts:
+            return Halt(
+                f"{link.link.anchor}: {link.num_lost} jobs ended before they could claim it",
+                "look at the jobs' own logs (`logs/` of the iteration), then `slurm-rl resume RUN`",
+            )
         for slot in link.slots:
             if not slot.committed and slot.failures >= spec.max_attempts:
                 return Halt(
@@ -212,16 +229,14 @@ def _plan_window(spec: Spec, view: View, draft: _Draft) -> None:
         if not number or (previous is None and not is_first):
             draft.waiting.append(f"{seen.link.anchor}: {reason or 'its parent has no job yet'}")
             return  # a link without a live parent would wake at once
-        draft.actions.append(Submit(seen.link, number, previous, seen.missing_shards))
+        begin_s = _retry_delay(spec, seen)
+        draft.actions.append(Submit(seen.link, number, previous, seen.missing_shards, begin_s))
         room -= num_tasks
         previous = seen.link
 
 
 def _next_submission(spec: Spec, seen: LinkView, view: View, replace_held: bool) -> tuple[int, str]:
     """Number of the submission to make for a link that no live job stands for, or why not yet."""
-    delay = _retry_delay(spec, seen)
-    if delay > 0:
-        return 0, f"tries again in {delay:.0f} s"
     if not seen.intents:
         return 1, ""
     intent, age_s = seen.intents[-1]
@@ -235,13 +250,15 @@ def _next_submission(spec: Spec, seen: LinkView, view: View, replace_held: bool)
     return 0, f"submission {intent.number} is not in the queue; sure in {left:.0f} s"
 
 
-def _retry_delay(spec: Spec, seen: LinkView) -> float:
+def _retry_delay(spec: Spec, seen: LinkView) -> float | None:
+    """Seconds that the link should still wait after its last failure; it doubles each time."""
     waits = [
         spec.retry_delay_s * 2 ** (slot.failures - 1) - slot.since_failure_s
         for slot in seen.slots
         if slot.failures and not slot.committed
     ]
-    return max(waits, default=0.0)
+    longest = max(waits, default=0.0)
+    return longest if longest > 0 else None
 
 
 def _has_ended(intent: Intent, view: View) -> bool:

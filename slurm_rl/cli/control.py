@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 from slurm_rl.chain.advance import advance, look
-from slurm_rl.chain.observe import find_head, read_queue, slots_of
+from slurm_rl.chain.observe import find_head, link_folder, read_queue, slots_of
 from slurm_rl.chain.scheduler import JobState
 from slurm_rl.cli.runs import find_run
 from slurm_rl.cli.submit import report
@@ -14,6 +15,7 @@ from slurm_rl.errors import NothingDone, SchedulerUnavailable
 from slurm_rl.launch.build import OpenRun
 from slurm_rl.storage.claims import read_claims
 from slurm_rl.storage.control import clear_stops, read_control, write_budget, write_pause
+from slurm_rl.storage.intents import read_intents
 from slurm_rl.types import StageRef
 
 
@@ -50,6 +52,10 @@ def forgive(opened: OpenRun) -> None:
     control = read_control(opened.run)
     head = find_head(opened.run, chain.graph, control)
     forgiven = {}
+    for link in itertools.islice(chain.graph.links_from(head), chain.spec.window):
+        intents = read_intents(opened.run, link_folder(opened.run, control, link))
+        if intents:
+            forgiven[str(link.anchor)] = intents[-1].number
     for iteration in range(head, min(head + 2, chain.graph.num_iterations)):
         for node in chain.graph.stages(iteration):
             for slot in slots_of(chain.graph, control, StageRef(iteration, node.kind)):

@@ -94,6 +94,10 @@ def check_rollout(settings: Settings) -> Problems:
     if shards > rollout.rollout_batch_size:
         rule = f"is more than rollout_batch_size = {rollout.rollout_batch_size}"
         yield Problem(path, rule, "lower it: a shard needs a prompt", shards)
+    limit = settings.max_submit_jobs
+    if limit is not None and shards > limit:
+        rule = f"is more than max_submit_jobs = {limit}: the array could never be submitted"
+        yield Problem(path, rule, "lower it", shards)
     if shards > settings.max_array_tasks:
         rule = f"is more than max_array_tasks = {settings.max_array_tasks}"
         yield Problem(path, rule, "lower it, or raise max_array_tasks if the site allows", shards)

@@ -44,7 +44,8 @@ class TimelineStart:
 class Control:
     """A reading of the control directory.
 
-    forgiven: slot name -> epoch up to which attempts no longer count against the cap.
+    forgiven: slot name -> epoch up to which attempts no longer count against the cap, and
+              stage name -> number up to which its link's submissions do not.
     """
 
     paused: str | None = None

@@ -58,6 +58,15 @@ def write_job_id(run: RunDir, folder: Path, number: int, job_id: str) -> None:
     write_hint(folder / f"submit.{number:04d}.id", job_id.encode(), fs=run.fs)
 
 
+def read_submitted(run: RunDir, folder: Path) -> set[int]:
+    """Numbers of the intents for which a scheduler gave a job id."""
+    return {
+        int(name.split(".")[1])
+        for name in run.fs.list(folder)
+        if name.startswith("submit.") and name.endswith(".id")
+    }
+
+
 def new_job_token(short_id: str) -> str:
     """A token for a job's name; it begins with the run's short id, so names tell runs apart."""
     return f"{short_id}{secrets.token_hex(3)}"

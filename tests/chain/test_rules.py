@@ -19,6 +19,7 @@ from slurm_rl.errors import CorruptError
 from slurm_rl.launch import memory_faults
 from slurm_rl.launch.memory import MemoryJob
 from slurm_rl.launch.memory_process import Effect, Process
+from slurm_rl.launch.supervisor import Supervisor
 from slurm_rl.storage.control import (
     clear_stops,
     read_control,
@@ -141,6 +142,25 @@ def test_retries_are_capped_and_the_halt_says_why(folder: Path) -> None:
     assert halt.hint
     assert Path(halt.log).is_dir()
     assert not world.cluster.live_jobs()
+
+
+class Stillborn(Supervisor):
+    """A job whose environment is broken: it ends before it can claim anything."""
+
+    def run(self) -> Generator[float, None, int]:
+        yield 1.0
+        return 1
+
+
+def test_jobs_that_end_before_they_claim_halt_the_run(folder: Path) -> None:
+    settings = make_settings(folder, max_attempts=1)
+    world = World(folder, settings, supervisor_class=Stillborn)
+    world.shell()
+    assert not world.finish()
+    halt = read_control(world.run).halt
+    assert halt is not None and "ended before they could claim" in halt.reason
+    assert not world.cluster.live_jobs()
+    assert max(world.num_submissions().values()) <= 8
 
 
 @pytest.mark.parametrize("how", ["system", "crash", "lie"])

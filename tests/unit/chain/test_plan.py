@@ -164,14 +164,24 @@ def test_a_link_without_a_live_parent_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("failures", "since_s", "submits"),
-    [(1, 14.0, False), (1, 15.0, True), (2, 29.0, False), (2, 30.0, True)],
+    ("failures", "since_s", "begin_s"),
+    [(1, 14.0, 1.0), (1, 15.0, None), (2, 29.0, 1.0), (3, 0.0, 60.0)],
 )
-def test_a_failed_stage_waits_and_longer_each_time(
-    failures: int, since_s: float, submits: bool
+def test_a_failed_stage_waits_in_the_queue_and_longer_each_time(
+    failures: int, since_s: float, begin_s: float | None
 ) -> None:
     links = seen(R0, (1, 500.0), failures=failures, since_failure_s=since_s)
-    assert bool(actions(view(links))) is submits
+    found = actions(view(links), max_attempts=9)
+    assert found == (Submit(R0, 2, None, begin_s=begin_s),)
+
+
+@pytest.mark.parametrize(("num_lost", "halts"), [(9, False), (10, True)])
+def test_jobs_that_die_before_they_claim_do_not_go_on_for_ever(num_lost: int, halts: bool) -> None:
+    links = dataclasses.replace(seen(R0, (10, 500.0)), num_lost=num_lost)
+    found = actions(view(links))
+    assert isinstance(found[0], HaltRun) is halts
+    if halts:
+        assert "10 jobs ended before they could claim" in found[0].halt.reason
 
 
 def test_the_cap_halts_says_why_and_cancels_what_waits() -> None:
