@@ -50,7 +50,7 @@ class QueuedJob:
 
     @property
     def token(self) -> str:
-        return self.name.rpartition(".")[2]
+        return token_of(self.name)
 
     @property
     def claim_token(self) -> str:
@@ -61,6 +61,11 @@ class QueuedJob:
     def base_id(self) -> str:
         """The id of the whole array: `12` for `12_3` and `12_[0-7]`."""
         return self.job_id.partition("_")[0]
+
+
+def token_of(name: str) -> str:
+    """The token that a job's name ends with."""
+    return name.rpartition(".")[2]
 
 
 def make_claim_token(token: str, task: int | None) -> str:

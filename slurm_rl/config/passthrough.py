@@ -48,7 +48,7 @@ _MEGATRON_OWNED = {
 _MEGATRON_NOT_YET = ("moe_", "mtp_", "mamba_", "dsa_", "linear_", "expert_")
 #: What the trainer supports at one value only. Dropout: the same tokens must get the same
 #: log-probs twice.
-_MEGATRON_ONLY: dict[str, Any] = {
+MEGATRON_ONLY: dict[str, Any] = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
     "fp16": False,
@@ -130,7 +130,7 @@ MEGATRON = Table(
     "megatron-core-0.16.1.json",
     _MEGATRON_OWNED,
     _MEGATRON_NOT_YET,
-    _MEGATRON_ONLY,
+    MEGATRON_ONLY,
     _MEGATRON_RENAMED,
 )
 SGLANG = Table("SGLang 0.5.17", "sglang-0.5.17.json", _SGLANG_OWNED)

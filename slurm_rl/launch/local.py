@@ -13,12 +13,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from slurm_rl.chain.scheduler import JobState, LinkRequest, QueuedJob
+from slurm_rl.chain.scheduler import JobState, LinkRequest, QueuedJob, token_of
 from slurm_rl.errors import SchedulerError
+from slurm_rl.launch.environment import scrub_environment
 from slurm_rl.storage.durable import write_hint
 from slurm_rl.storage.rundir import RunDir
 
@@ -56,7 +56,7 @@ class LocalScheduler:
     def submit(self, request: LinkRequest) -> str:
         """Start the job's process (one per shard); it waits for its turn by itself."""
         self.run.fs.mkdir(self.jobs_dir)
-        token = request.name.rpartition(".")[2]
+        token = token_of(request.name)
         tasks: list[int | None] = list(request.shards) or [None]
         for task in tasks:
             self._start(request, token, task)
@@ -65,7 +65,7 @@ class LocalScheduler:
     def _start(self, request: LinkRequest, token: str, task: int | None) -> None:
         job_id = token if task is None else f"{token}_{task}"
         path = self.jobs_dir / f"{job_id}.json"
-        env = scrubbed_environment(os.environ) | {SPOOL_VARIABLE: str(path)}
+        env = scrub_environment(os.environ) | {SPOOL_VARIABLE: str(path)}
         argv = [sys.executable, "-m", "slurm_rl.launch.job", *request.command]
         Path(request.log).parent.mkdir(parents=True, exist_ok=True)
         with open(f"{request.log}.{job_id}.log", "ab") as log:
@@ -183,13 +183,6 @@ def process_start(pid: int) -> str:
     except (FileNotFoundError, ProcessLookupError):
         return ""
     return "" if fields[0] in ("Z", "X") else fields[19]
-
-
-def scrubbed_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """`base` without what a surrounding job would leak into a new one."""
-    dropped = ("SLURM_", "SBATCH_", "SRUN_", "PMI", "RANK", "LOCAL_RANK", "WORLD_SIZE")
-    kept = ("SLURM_CONF",)
-    return {k: v for k, v in base.items() if k in kept or not k.startswith(dropped)}
 
 
 def _is_waiting(jobs_dir: Path, after: str | None) -> bool:

@@ -26,6 +26,7 @@ from submitit.slurm.slurm import (
 from slurm_rl.chain.scheduler import LinkRequest, QueuedJob
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import SchedulerError, SchedulerUnavailable, SubmitRefused
+from slurm_rl.launch.environment import scrub_environment
 from slurm_rl.launch.sbatch import (
     classify_refusal,
     parse_submission,
@@ -35,7 +36,7 @@ from slurm_rl.launch.sbatch import (
 )
 from slurm_rl.launch.squeue import FORMAT, parse_queue
 
-__all__ = ["SlurmScheduler", "expand_nodes", "render_job", "scrub_environment"]
+__all__ = ["SlurmScheduler", "expand_nodes", "render_job"]
 
 #: A busy controller takes tens of seconds; sbatch itself retries for two minutes at MaxJobCount.
 SUBMIT_TIMEOUT_S = 60.0
@@ -215,33 +216,6 @@ def run_command(
         raise SchedulerUnavailable(f"{argv[0]} is not there", hint=_NO_SLURM) from error
     except OSError as error:
         raise SchedulerUnavailable(f"{argv[0]} cannot be started: {error.strerror}") from error
-
-
-#: What a surrounding job, or a user's taste, would do to our calls and to the jobs they make.
-_SCRUBBED = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SCONTROL_", "PMI")
-#: A job's own GPUs are not those of the job that it submits.
-_DEVICES = (
-    "CUDA_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "ZE_AFFINITY_MASK",
-    "GPU_DEVICE_ORDINAL",
-)
-_KEPT = ("SLURM_CONF", "SLURM_RL_DEBUG")
-_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-
-
-def scrub_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """The environment for Slurm's commands, which a submitted job inherits.
-
-    SLURM_CONF stays, which says where Slurm is, and so does our own switch.
-    """
-    inside = "SLURM_JOB_ID" in base
-    dropped = (*_DEVICES, *_RANKS) if inside else ()
-    return {
-        name: value
-        for name, value in base.items()
-        if name in _KEPT or (not name.startswith(_SCRUBBED) and name not in dropped)
-    }
 
 
 def expand_nodes(text: str) -> list[str]:

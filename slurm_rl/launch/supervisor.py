@@ -21,7 +21,7 @@ from typing import Protocol
 from slurm_rl.chain.advance import Chain, advance
 from slurm_rl.chain.graph import Link
 from slurm_rl.chain.observe import find_head, read_current, read_queue, slots_of, view_slot
-from slurm_rl.chain.scheduler import JobState, make_claim_token
+from slurm_rl.chain.scheduler import JobState, make_claim_token, token_of
 from slurm_rl.errors import CorruptError, SchedulerError, SlurmRlError
 from slurm_rl.launch.attempt import Attempt, AttemptOutcome
 from slurm_rl.storage.claims import (
@@ -82,7 +82,7 @@ class Job:
 
     @property
     def token(self) -> str:
-        return self.name.rpartition(".")[2]
+        return token_of(self.name)
 
     @property
     def claim_token(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator
 
 from slurm_rl.chain.advance import Chain, advance
+from slurm_rl.chain.scheduler import token_of
 
 _TRIES = 10
 _PAUSE_S = 30.0
@@ -16,7 +17,7 @@ _PAUSE_S = 30.0
 
 def tick_life(chain: Chain, name: str) -> Generator[float, None, int]:
     """Advance once; again, up to five minutes, if the scheduler was of no use. Yields sleeps."""
-    own = (name.rpartition(".")[2], None)
+    own = (token_of(name), None)
     for _ in range(_TRIES - 1):
         if advance(chain, own=own).is_settled:
             return 0

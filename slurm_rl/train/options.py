@@ -13,6 +13,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from slurm_rl.config.passthrough import MEGATRON_ONLY
 from slurm_rl.errors import ConfigError
 
 #: Arguments of OptimizerParamScheduler that are fields of no config class.
@@ -41,23 +42,6 @@ MODEL_KEYS = (
     "gated_linear_unit",
     "activation_func",
 )
-#: Fields that this trainer does not support at other than these values.
-_ONLY: dict[str, Any] = {
-    "fp16": False,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": None,
-    "num_moe_experts": None,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "optimizer": "adam",
-    "use_megatron_fsdp": False,
-    "use_custom_fsdp": False,
-    "num_distributed_optimizer_instances": 1,
-    "overlap_param_gather_with_optimizer_step": False,
-    "transformer_impl": "local",
-    "gradient_accumulation_fusion": False,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +103,7 @@ def _refuse(options: dict[str, Any]) -> None:
                 f"train.megatron.{key} cannot be set: the model's config.json decides it",
                 hint="remove it",
             )
-    for key, only in _ONLY.items():
+    for key, only in MEGATRON_ONLY.items():
         if options.get(key, only) != only:
             raise ConfigError(
                 f"train.megatron.{key} = {options[key]!r} is not supported; only {only!r} is"

@@ -13,7 +13,8 @@ import pytest
 from slurm_rl.chain.scheduler import JobState, LinkRequest
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import SchedulerError, SchedulerUnavailable, SubmitDeferred, SubmitRefused
-from slurm_rl.launch.slurm import SlurmScheduler, expand_nodes, job_nodes, scrub_environment
+from slurm_rl.launch.environment import scrub_environment
+from slurm_rl.launch.slurm import SlurmScheduler, expand_nodes, job_nodes
 
 Install = Callable[[str, str], None]
 
