@@ -8,7 +8,7 @@ SGLANG_VENV ?= .venv-sglang
 TORCH ?= torch==2.13.0
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: install demo test test-fast test-slurm test-gpu lint format docs bench smollm2 sglang-cpu clean
+.PHONY: install demo test test-fast test-exhaustive test-slurm test-gpu lint format docs bench smollm2 sglang-cpu clean
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
@@ -28,10 +28,13 @@ demo: install ## a whole run on this machine, no GPU and no Slurm
 	$(BIN)/slurm-rl submit configs/quickstart.yaml --wait
 
 test: install sglang-cpu lint ## everything, a real Slurm and a real SGLang included
-	$(PYTEST) -q tests --ignore=tests/gpu
+	$(PYTEST) -q tests --ignore=tests/gpu -m 'not exhaustive' --durations=15
 
 test-fast: install ## under two minutes
-	$(PYTEST) -q tests/unit tests/chain -m 'not slow'
+	$(PYTEST) -q tests/unit tests/chain -m 'not slow and not exhaustive'
+
+test-exhaustive: install ## every fault before every effect of the protocol; about an hour
+	$(PYTEST) -q tests/chain -m exhaustive
 
 test-slurm: install
 	$(PYTEST) -q tests/slurm

@@ -19,6 +19,8 @@ if [ -e "$stamp" ]; then
 fi
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 "$venv/bin/pip" install -q "$@" -r "$here/requirements.txt"
+# torch's CUDA build brings its own triton; beside the CPU build SGLang needs one to import.
+"$venv/bin/python" -c 'import triton' 2>/dev/null || "$venv/bin/pip" install -q "$@" triton==3.6.0
 "$venv/bin/pip" install -q "$@" --no-deps sglang==0.5.17 torchvision==0.28.0 xgrammar==0.2.1
 "$venv/bin/pip" install -q "$@" --no-deps --force-reinstall "$here"
 "$venv/bin/python" -c 'import torchvision, sgl_kernel, sglang'

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from slurm_rl.chain.graph import Graph, Link
-from slurm_rl.chain.observe import link_folder, observe
+from slurm_rl.chain.observe import link_folder, observe, read_queue
 from slurm_rl.chain.plan import (
     Action,
     Cancel,
@@ -86,6 +86,7 @@ def advance(chain: Chain, *, own: tuple[str, int | None] | None = None) -> Outco
         view = look(chain, own=own)
     except CorruptError as error:
         write_halt(chain.run, Halt(error.message, error.hint, since=chain.clock()))
+        _cancel_pending(chain, own)
         raise
     planned = plan(chain.spec, view)
     job_ids: dict[Link, str] = {}
@@ -103,6 +104,16 @@ def advance(chain: Chain, *, own: tuple[str, int | None] | None = None) -> Outco
     for reason in planned.waiting:
         logger.info("waiting: %s", reason)
     return Outcome(planned, tuple(job_ids.values()), tuple(errors), view.queue is None)
+
+
+def _cancel_pending(chain: Chain, own: tuple[str, int | None] | None) -> None:
+    """Take the run's waiting jobs out of the queue: it has just been halted."""
+    view = View(read_control(chain.run), (), read_queue(chain.scheduler, chain.spec.short_id), own)
+    for action in plan(chain.spec, view).actions:
+        try:
+            _carry_out(chain, view.control, action, {})
+        except SchedulerError as error:
+            logger.warning("%s", error)
 
 
 def look(chain: Chain, *, own: tuple[str, int | None] | None = None) -> View:

@@ -14,12 +14,12 @@ from pathlib import Path
 from slurm_rl.chain.graph import Graph, Link
 from slurm_rl.chain.plan import LinkView, SlotView, Spec, View
 from slurm_rl.chain.scheduler import JobState, QueuedJob, Scheduler
-from slurm_rl.errors import SchedulerUnavailable
+from slurm_rl.errors import SchedulerUnavailable, StorageError
 from slurm_rl.storage.claims import attempt_dir, read_claims, read_end
 from slurm_rl.storage.commits import has_commit, read_commit, read_stage_commit
 from slurm_rl.storage.control import Control, read_control
 from slurm_rl.storage.durable import write_hint
-from slurm_rl.storage.intents import Intent, read_intents, read_submitted
+from slurm_rl.storage.intents import Intent, read_intents, read_silent
 from slurm_rl.storage.rundir import RunDir
 from slurm_rl.types import Commit, Slot, StageRef
 
@@ -34,8 +34,12 @@ def observe(
     *,
     now: float,
     own: tuple[str, int | None] | None = None,
+    num_looks: int = 3,
 ) -> View:
-    """Everything that `plan` needs. Assembles stages whose shards are all there, on the way."""
+    """Everything that `plan` needs. Assembles stages whose shards are all there, on the way.
+
+    num_looks: how often to look again when the whole window was committed meanwhile.
+    """
     control = read_control(run)
     window = _read_window(run, graph, control, spec.window)
     intents = {link: read_intents(run, link_folder(run, control, link)) for link in window}
@@ -49,11 +53,14 @@ def observe(
             conflict = conflict or _find_conflict(run, graph, control, ref, commit)
             slots += _view_stage(run, graph, control, ref, commit, queue, now)
         aged = tuple((intent, now - intent.created) for intent in intents[link])
-        num_lost = _count_lost(run, graph, control, link, intents[link], queue)
+        num_lost = _count_lost(run, control, link, intents[link], queue)
         views.append(LinkView(link, aged, tuple(slots), num_lost))
     if window and all(seen.is_done for seen in views):
         # All of it was committed since the window was found: that is not the end of the run.
-        return observe(run, graph, spec, scheduler, now=now, own=own)
+        if num_looks > 1:
+            looks = num_looks - 1
+            return observe(run, graph, spec, scheduler, now=now, own=own, num_looks=looks)
+        raise StorageError(f"{run.root}: listings and files disagree about what is committed")
     while views and views[0].is_done:
         views.pop(0)
     return View(control, tuple(views), queue, own, conflict)
@@ -160,29 +167,21 @@ def _find_conflict(
 
 def _count_lost(
     run: RunDir,
-    graph: Graph,
     control: Control,
     link: Link,
     intents: list[Intent],
     queue: tuple[QueuedJob, ...] | None,
 ) -> int:
-    """Submissions of a link that got a job, claimed nothing, and are not in the queue.
+    """Jobs of a link that never got as far as looking for work, and are not in the queue.
 
     0 while the scheduler does not answer: absence says nothing then.
     """
     if queue is None or len(intents) < 2:
         return 0
     forgiven = dict(control.forgiven).get(str(link.anchor), 0)
-    submitted = read_submitted(run, link_folder(run, control, link))
+    silent = read_silent(run, link_folder(run, control, link))
     live = {job.token for job in queue if job.state is not JobState.ENDED}
-    slots = [slot for ref in link.stages for slot in slots_of(graph, control, ref)]
-    claimed = {c.job_token.partition("_")[0] for slot in slots for c in read_claims(run, slot)}
-    return sum(
-        intent.number > forgiven
-        and intent.number in submitted
-        and intent.token not in live | claimed
-        for intent in intents
-    )
+    return sum(i.number > forgiven and i.number in silent and i.token not in live for i in intents)
 
 
 def _view_stage(

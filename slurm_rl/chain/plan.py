@@ -62,8 +62,7 @@ class SlotView:
 class LinkView:
     """One link, its intents (with their ages) and its slots.
 
-    num_lost: submissions that got a job id but never claimed anything, and still count: their
-              jobs died before the supervisor could work, or stand in the queue.
+    num_lost: jobs that ended before their supervisor looked for work, and still count.
     """
 
     link: Link
@@ -188,7 +187,7 @@ def _find_halt(spec: Spec, view: View) -> Halt | None:
         # A job that dies before it claims leaves no failed attempt; it must not go on for ever.
         if not link.is_done and link.num_lost > LOST_PER_ATTEMPT * spec.max_attempts:
             return Halt(
-                f"{link.link.anchor}: {link.num_lost} jobs ended before they could claim it",
+                f"{link.link.anchor}: {link.num_lost} jobs ended before they could look for work",
                 "look at the jobs' own logs (`logs/` of the iteration), then `slurm-rl resume RUN`",
             )
         for slot in link.slots:
@@ -319,6 +318,9 @@ def _plan_strays(spec: Spec, view: View, draft: _Draft) -> None:
 def _plan_ticks(spec: Spec, view: View, draft: _Draft) -> None:
     if view.queue is None or _submit_room(spec, view) <= 0:
         return
+    held = tuple(j.job_id for j in view.queue if is_tick(j.name) and j.state is JobState.HELD)
+    if held:
+        draft.actions.append(Cancel(held, "a held tick never wakes"))
     ticks = [job for job in view.queue if is_tick(job.name) and job.state is JobState.PENDING]
     if len(ticks) >= TICKS_WANTED:
         return

@@ -40,6 +40,7 @@ _NOT_SHAPING_ROLLOUT = _NOT_SHAPING | {
     "sglang_python",
     "sglang_env",
     "server_start_timeout_s",
+    "request_timeout_s",
 }
 _NOT_SHAPING_TRAIN = _NOT_SHAPING | {"num_ranks", "check_first_ratio"}
 

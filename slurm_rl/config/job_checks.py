@@ -160,13 +160,29 @@ def _check_same_shape(settings: Settings) -> Iterator[Problem]:
                 yield Problem((kind, "slurm", name), rule, fix)
 
 
+#: Options that ask for tasks or GPUs in another way than nodes × gpus_per_node.
+_SIZES = ("gres", "gpus", "gpus_per_task", "gpus_per_socket", "ntasks", "ntasks_per_node")
+
+
+def _asks_for_more(name: str, value: Any) -> bool:
+    """Whether an option may mean more than one rank."""
+    if value is None or (name == "gres" and "gpu" not in str(value)):
+        return False
+    return value not in (1, "1")
+
+
 def _check_ranks(settings: Settings) -> Iterator[Problem]:
     options = stage_slurm(settings, "train")
     nodes = options.get("nodes")
     ranks = num_ranks(settings)
+    path = ("train", "num_ranks")
+    if settings.launcher == "slurm" and settings.train.num_ranks is None:
+        unclear = [name for name in _SIZES if _asks_for_more(name, options.get(name))]
+        if unclear and not options.get("gpus_per_node"):
+            rule = f"is needed: train.slurm.{unclear[0]} does not say how many ranks there are"
+            yield Problem(path, rule, "set it, or ask with nodes and gpus_per_node")
     if settings.launcher == "local" or settings.train.num_ranks is None or nodes is None:
         return
-    path = ("train", "num_ranks")
     gpus = gpu_count(options.get("gpus_per_node"))
     if gpus and ranks != nodes * gpus:
         rule = f"is not the {nodes} × {gpus} GPUs that the train job asks for"

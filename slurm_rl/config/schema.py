@@ -169,6 +169,9 @@ class Rollout(Stage):
     sglang_env: dict[str, str | int | float] = Field(
         default_factory=dict, description="Environment of the SGLang servers alone."
     )
+    request_timeout_s: Seconds = Field(
+        3600.0, description="A group that takes longer means that the server hangs."
+    )
     server_start_timeout_s: Seconds = Field(
         900.0, description="A server that is not healthy by then is given up."
     )

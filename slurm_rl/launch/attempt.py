@@ -32,7 +32,7 @@ from slurm_rl.storage.commits import (
     resolve_input,
 )
 from slurm_rl.storage.control import Control, Halt, write_halt
-from slurm_rl.storage.durable import write_file
+from slurm_rl.storage.durable import wait_for_size, write_file
 from slurm_rl.types import Claim, Input, Order, Result, Slot, dump_record, parse_order, parse_result
 
 if TYPE_CHECKING:
@@ -80,17 +80,26 @@ class Attempt:
             order_path = self._write_order()
             payload = self.supervisor.runner.start(order_path, kind=self.slot.kind)
         except (SlurmRlError, OSError) as error:
-            return self._fail("system", type(error).__name__, str(error))
-        self.supervisor.advance_beside()
+            return self._fail(getattr(error, "blame", "system"), type(error).__name__, str(error))
+        if not self.slot.shard:
+            self.supervisor.advance_beside()  # one task of an array is enough
         outcome = yield from self._watch(payload)
         if outcome is not None:
             return outcome
-        status = payload.poll()
+        return self._conclude(payload.poll())
+
+    def _conclude(self, status: int | None) -> AttemptOutcome:
+        """What the program's end means. Its own word counts for more than its exit status.
+
+        When one rank fails, srun ends the others by SIGTERM, and may report that as the status.
+        """
         if status == 0:
             return self._publish()
-        if status in _STOPPED_BY_SIGNAL:
-            return self._stop("the program was told to stop")
-        return self._fail(*self._read_failure(status))
+        blame, error, message = self._read_failure(status)
+        told_to_stop = error == "Stopped" or (error == "Exit" and status in _STOPPED_BY_SIGNAL)
+        if told_to_stop:
+            return self._stop(self.supervisor.job.stop or "the program was told to stop")
+        return self._fail(blame, error, message)
 
     # -- before -------------------------------------------------------------------------------
 
@@ -157,6 +166,8 @@ class Attempt:
                     return self._lose("superseded by a later claim")
             if self.supervisor.job.stop:
                 yield from self._end_payload(payload)
+                if payload.poll() == 0:
+                    return None  # it was done before it heard
                 return self._stop(self.supervisor.job.stop)
             if deadline_s is not None and now - began > deadline_s:
                 payload.kill()
@@ -220,10 +231,7 @@ class Attempt:
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise CorruptError(f"{path}: exit status 0, but no result ({error})") from error
         for entry in result.files:
-            try:
-                size = (self.folder / entry.path).stat().st_size
-            except OSError as error:
-                raise CorruptError(f"{self.folder / entry.path}: {error.strerror}") from error
+            size = wait_for_size(self.folder / entry.path, entry.size_bytes)
             if size != entry.size_bytes:
                 raise CorruptError(
                     f"{self.folder / entry.path}: {size} bytes, but {entry.size_bytes} were written"

@@ -7,15 +7,18 @@ Under Slurm it is the batch process itself (the job's script execs it), so that 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
 from slurm_rl.chain.graph import Graph, Link
-from slurm_rl.config.derive import STAGE_KINDS
+from slurm_rl.config.derive import STAGE_KINDS, stage_signal_s, stage_time_s
+from slurm_rl.config.schema import Settings
 from slurm_rl.errors import CorruptError, SlurmRlError
 from slurm_rl.launch import local
 from slurm_rl.launch.build import OpenRun, make_timing, open_run
@@ -32,6 +35,8 @@ _STOP_REASONS = {
     signal.SIGINT: "interrupted",
     signal.SIGUSR1: "time limit",
 }
+#: Slurm sends the warning up to a minute early, and acts on its limits every half minute.
+_SIGNAL_EARLY_S = 120.0
 
 
 def main(argv: list[str]) -> int:
@@ -66,9 +71,9 @@ def _run_link(root: Path, intent: str, name: str) -> int:
     if not opened.run.settings_path.exists():
         write_copies(opened.run, opened.identity)
     job = make_job(opened.chain.graph, root / intent, name, dict(os.environ))
-    for number in _STOP_REASONS:
-        signal.signal(number, _stopper(job))
+    _stop_on_signals(job, opened.settings, os.environ)
     supervisor = make_supervisor(opened, job)
+    supervisor.intent = root / intent
     return drive(supervisor, job)
 
 
@@ -125,11 +130,32 @@ def drive(supervisor: Supervisor, job: Job) -> int:
             time.sleep(min(left, 0.2))
 
 
-def _stopper(job: Job):  # type: ignore[no-untyped-def]
-    def stop(number: int, frame: FrameType | None) -> None:
-        job.stop = job.stop or _STOP_REASONS[signal.Signals(number)]
+def left_of_job(settings: Settings, kind: str, env: Mapping[str, str], started: float) -> float:
+    """Seconds until the job's time limit; infinity where there is none that we know of.
 
-    return stop
+    started: when this process began, by the clock of this machine, as is the answer.
+    """
+    now = time.time()
+    if "SLURM_JOB_END_TIME" in env:
+        return float(env["SLURM_JOB_END_TIME"]) - now
+    limit_s = stage_time_s(settings, kind)
+    return math.inf if limit_s is None else started + limit_s - now
+
+
+def _stop_on_signals(job: Job, settings: Settings, env: Mapping[str, str]) -> None:
+    """Note why the job must end soon. USR1 is the warning before the time limit; but a site with
+    `preempt_send_user_signal` sends it at a preemption too."""
+    started, kind = time.time(), job.link.kinds[-1]
+    near_s = stage_signal_s(settings, kind) + _SIGNAL_EARLY_S
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        reason = _STOP_REASONS[signal.Signals(number)]
+        if number == signal.SIGUSR1 and left_of_job(settings, kind, env, started) > near_s:
+            reason = "told to stop"
+        job.stop = job.stop or reason
+
+    for number in _STOP_REASONS:
+        signal.signal(number, stop)
 
 
 if __name__ == "__main__":

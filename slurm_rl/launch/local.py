@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -30,7 +31,10 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class SpoolEntry:
-    """One local job. `after` names other entries by job id."""
+    """One local job. `after` names other entries by job id.
+
+    place: host, boot and process namespace; processes of another one cannot be looked at.
+    """
 
     job_id: str
     name: str
@@ -40,6 +44,7 @@ class SpoolEntry:
     after: str | None = None
     begin: float = 0.0
     task: int | None = None
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,12 +92,18 @@ class LocalScheduler:
             after=request.after,
             begin=now + (request.begin_s or 0.0),
             task=task,
+            place=this_place(),
         )
         write_hint(path, json.dumps(asdict(entry)).encode(), fs=self.run.fs)
 
     def query(self) -> list[QueuedJob]:
         jobs = []
         for entry in self.entries():
+            if is_elsewhere(entry):
+                raw = f"on {entry.place.partition(' ')[0]}"
+                unknown = JobState.UNKNOWN
+                jobs.append(QueuedJob(entry.job_id, entry.name, unknown, task=entry.task, raw=raw))
+                continue
             if not is_alive(entry):
                 forget(self.jobs_dir / f"{entry.job_id}.json")
                 continue
@@ -150,7 +161,10 @@ def wait_turn(spool: Path) -> None:
         if time.monotonic() > deadline:
             raise SchedulerError(f"{spool}: the submission was not completed")
         time.sleep(_POLL_S)
-    while (entry := read_entry(spool)) is not None:
+    while True:
+        entry = read_entry(spool)
+        if entry is None:
+            raise SchedulerError(f"{spool}: taken out of the queue")
         if time.time() >= entry.begin and not _is_waiting(spool.parent, entry.after):
             break
         time.sleep(_POLL_S)
@@ -171,9 +185,27 @@ def read_entry(path: Path) -> SpoolEntry | None:
         return None
 
 
+def this_place() -> str:
+    """Where a process id means something: `host boot-id process-namespace`."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def is_elsewhere(entry: SpoolEntry) -> bool:
+    """Whether the job is of another machine, or of another container of this one.
+
+    One of an earlier boot of this machine is not: it has ended.
+    """
+    theirs, ours = entry.place.split(" "), this_place().split(" ")
+    if theirs[0] != ours[0]:
+        return True
+    return theirs[:2] == ours[:2] and theirs != ours
+
+
 def is_alive(entry: SpoolEntry) -> bool:
     """Whether the job's process is the one that was started, and has not ended."""
-    return bool(entry.started) and process_start(entry.pid) == entry.started
+    same_boot = entry.place == this_place()
+    return same_boot and bool(entry.started) and process_start(entry.pid) == entry.started
 
 
 def process_start(pid: int) -> str:

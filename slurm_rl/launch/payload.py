@@ -97,7 +97,7 @@ class SrunRunner:
         argv += stage_command(self.settings, order_path, kind=kind)
         env = stage_environment(self.settings, kind, os.environ)
         env["WORLD_SIZE"] = str(world)
-        # One of these from the job would contradict another that srun derives.
+        # Set by sbatch --export=NONE, it would start the step without a PATH.
         env.pop("SLURM_EXPORT_ENV", None)
         with open(attempt / "srun.log", "ab") as log:
             return LocalPayload([_spawn(argv, env, log.fileno())])
@@ -135,7 +135,10 @@ def _binds(settings: Settings) -> list[str]:
     """Host paths that a stage's program reads or writes: the run, the model, the prompts."""
     paths = [str(settings.run_dir.absolute())]
     if settings.hf_checkpoint:
-        paths.append(settings.hf_checkpoint)
+        # The model's files may be links to elsewhere, as in a Hugging Face cache.
+        model = Path(settings.hf_checkpoint)
+        paths.append(str(model))
+        paths += sorted({str(file.resolve().parent) for file in model.glob("*")})
     paths.append(str(Path(settings.rollout.prompt_data.partition("@[")[0]).parent))
     return paths
 

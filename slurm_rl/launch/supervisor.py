@@ -34,6 +34,7 @@ from slurm_rl.storage.claims import (
 )
 from slurm_rl.storage.commits import read_commit
 from slurm_rl.storage.control import Control, Halt, read_control, write_halt, write_pause
+from slurm_rl.storage.intents import write_seen
 from slurm_rl.types import Claim, Slot
 
 logger = logging.getLogger(__name__)
@@ -105,6 +106,7 @@ class Supervisor:
     """One job's life.
 
     fits:      whether this allocation can run a stage kind.
+    intent:    the file that says that this job was to be submitted.
     monotonic: the observer's own clock; liveness is change seen on it.
     """
 
@@ -117,6 +119,7 @@ class Supervisor:
     monotonic: Callable[[], float]
     fits: Callable[[str], bool] = lambda kind: True
     code_dir: str = ""
+    intent: Path | None = None
     deadlines: dict[str, float | None] = field(default_factory=dict)
     _seen: dict[tuple[Slot, int], tuple[str, float]] = field(default_factory=dict)
     _free_after: dict[Slot, int] = field(default_factory=dict)
@@ -133,6 +136,8 @@ class Supervisor:
             raise
 
     def _work(self) -> Sleeps:
+        if self.intent is not None:
+            write_seen(self.chain.run, self.intent)
         while not self.job.stop:
             slot = yield from self._find_work()
             if slot is None:
@@ -145,8 +150,18 @@ class Supervisor:
                 return EXIT_UNFINISHED
             if outcome in (AttemptOutcome.FAILED, AttemptOutcome.SUPERSEDED):
                 break
-        self._advance(leaving=True)
-        return EXIT_DONE if self._is_own_done() else EXIT_UNFINISHED
+        is_done = self._is_own_done()
+        if not is_done or self._is_stage_done():
+            self._advance(leaving=True)
+        return EXIT_DONE if is_done else EXIT_UNFINISHED
+
+    def _is_stage_done(self) -> bool:
+        """Whether the whole of the link is committed: of an array, its last task advances."""
+        control = read_control(self.chain.run)
+        run, graph = self.chain.run, self.chain.graph
+        return all(
+            read_current(run, graph, control, ref) is not None for ref in self.job.link.stages
+        )
 
     # -- finding work -------------------------------------------------------------------------
 
@@ -231,9 +246,10 @@ class Supervisor:
             return False
         if now - known[1] < self.timing.lease_s:
             return False
+        self._seen[slot, claim.epoch] = (counter, now)  # the next question is a lease away
         queue = read_queue(self.chain.scheduler, self.chain.spec.short_id)
-        running = {j.claim_token for j in queue or () if j.state is JobState.RUNNING}
-        return claim.job_token not in running
+        at_work = (JobState.RUNNING, JobState.UNKNOWN)
+        return claim.job_token not in {j.claim_token for j in queue or () if j.state in at_work}
 
     # -- working ------------------------------------------------------------------------------
 
@@ -269,6 +285,8 @@ class Supervisor:
             advance(self.chain, own=own)
         except (SlurmRlError, OSError) as error:
             logger.warning("advance: %s", error)
+        except Exception:  # a bug of ours there must not cost what was computed here
+            logger.exception("advance")
 
     def advance_beside(self) -> None:
         """Keep the window filled while the program works."""

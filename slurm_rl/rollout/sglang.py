@@ -62,6 +62,7 @@ class SglangOptions:
     random_seed: int = 0
     concurrency: int = 256
     start_timeout_s: float = 900.0
+    request_timeout_s: float = 3600.0
 
 
 def plan_options(
@@ -79,6 +80,7 @@ def plan_options(
         random_seed=random_seed,
         concurrency=rollout.concurrency,
         start_timeout_s=rollout.server_start_timeout_s,
+        request_timeout_s=rollout.request_timeout_s,
     )
 
 
@@ -254,7 +256,8 @@ class SglangEngine:
         self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None
     ) -> tuple[int, Any]:
         """One HTTP exchange: status and parsed answer. EngineError if there is no answer."""
-        connection = http.client.HTTPConnection(_HOST, self._port, timeout=timeout_s)
+        wait_s = timeout_s or self._options.request_timeout_s
+        connection = http.client.HTTPConnection(_HOST, self._port, timeout=wait_s)
         try:
             data = None if body is None else json.dumps(body)
             connection.request(method, path, data, {"Content-Type": "application/json"})

@@ -40,7 +40,7 @@ from slurm_rl.rollout.samples import Sample, write_samples
 from slurm_rl.rollout.sglang import SglangEngine, plan_options
 from slurm_rl.seeds import derive_seed
 from slurm_rl.storage.digest import digest_file
-from slurm_rl.storage.durable import seal_files
+from slurm_rl.storage.durable import seal_files, wait_for_size
 from slurm_rl.types import Input, Order, Result
 
 log = logging.getLogger(__name__)
@@ -125,6 +125,7 @@ def verify_weights(source: Input, *, run_id: str) -> Weights:
         raise CorruptError(f"{source.path}: the commit of {source.kind} holds no weights")
     for name in names:
         path = Path(source.files[name])
+        wait_for_size(path, int(recorded[name]["size_bytes"]))
         try:
             matches = digest_file(path) == recorded[name]["digest"]
         except OSError as error:

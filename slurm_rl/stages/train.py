@@ -20,6 +20,7 @@ from slurm_rl.config.schema import Settings
 from slurm_rl.errors import CorruptError, NumericsError
 from slurm_rl.rollout.samples import TENSORS_NAME, SampleBatch, read_samples
 from slurm_rl.storage.digest import digest_entries, digest_file
+from slurm_rl.storage.durable import wait_for_size
 from slurm_rl.types import FileEntry, Input, Order, Result
 
 if TYPE_CHECKING:
@@ -114,9 +115,9 @@ def verify_files(names: list[str], *, source: Input, share: tuple[int, int] = (0
     rank, size = share
     for name in sorted(names)[rank::size]:
         path, entry = Path(source.files[name]), entries[name]
-        if not path.exists():
+        found = wait_for_size(path, entry.size_bytes)
+        if found < 0:
             raise CorruptError(f"{path}: a committed file is missing")
-        found = path.stat().st_size
         if found != entry.size_bytes:
             raise CorruptError(f"{path}: {found} bytes, but {entry.size_bytes} were committed")
         digest = digest_file(path)

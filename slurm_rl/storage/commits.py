@@ -128,7 +128,7 @@ def assemble(shards: list[Commit]) -> tuple[dict[str, Any], dict[str, Any]]:
         f"shard-{index:04d}": f"shard-{index:04d}/{shard.provenance['attempt']}"
         for index, shard in enumerate(shards)
     }
-    metrics = _mean_metrics([shard.provenance.get("metrics", {}) for shard in shards])
+    metrics = _fold_metrics(shards)
     return merged, {"attempts": attempts, "metrics": metrics}
 
 
@@ -173,9 +173,16 @@ def find_damage(run: RunDir, slot: Slot, commit: Commit) -> list[str]:
     return damage
 
 
-def _mean_metrics(per_shard: list[dict[str, float]]) -> dict[str, float]:
-    names = sorted({name for metrics in per_shard for name in metrics})
-    return {
-        name: sum(m[name] for m in per_shard if name in m) / sum(name in m for m in per_shard)
-        for name in names
-    }
+def _fold_metrics(shards: list[Commit]) -> dict[str, float]:
+    """Metrics of a stage: means over the samples of all shards, and rates added up."""
+    folded: dict[str, float] = {}
+    for name in sorted({n for shard in shards for n in shard.provenance.get("metrics", {})}):
+        having = [shard for shard in shards if name in shard.provenance.get("metrics", {})]
+        values = [float(shard.provenance["metrics"][name]) for shard in having]
+        weights = [float(shard.content.get("num_samples", 1)) or 1.0 for shard in having]
+        if name.endswith(("_per_s", "groups_taken_over")):
+            folded[name] = sum(values)
+        else:
+            pairs = zip(values, weights, strict=True)
+            folded[name] = sum(v * w for v, w in pairs) / sum(weights)
+    return folded

@@ -69,9 +69,7 @@ class Control:
 def read_control(run: RunDir) -> Control:
     """Everything in `control/`. Raises CorruptError rather than reading damage as nothing."""
     names = run.fs.list(run.control_dir)
-    timelines = [
-        TimelineStart(**_read(run, name)) for name in names if name.startswith("timeline-")
-    ]
+    timelines = [_read_timeline(run, name) for name in names if name.startswith("timeline-")]
     forgiven: dict[str, int] = {}
     for name in names:
         if name.startswith("budget-"):
@@ -80,7 +78,7 @@ def read_control(run: RunDir) -> Control:
     pause = _read(run, "PAUSE", missing_ok=True) if "PAUSE" in names else None
     return Control(
         paused=None if pause is None else str(pause.get("reason", "")),
-        halt=None if halt is None else Halt(**halt),
+        halt=None if halt is None else _parse_halt(halt),
         timelines=tuple(sorted(timelines, key=lambda start: start.number)),
         forgiven=tuple(sorted(forgiven.items())),
     )
@@ -141,6 +139,21 @@ def _read(run: RunDir, name: str, *, missing_ok: bool = False) -> Any:
         if name in ("PAUSE", "HALT"):
             return {"reason": (data or b"").decode(errors="replace").strip() or "by hand"}
         raise CorruptError(f"{path}: not readable ({error})") from error
+
+
+def _parse_halt(raw: dict[str, Any]) -> Halt:
+    """A halt, also one that a person wrote by hand: any file of that name halts."""
+    try:
+        return Halt(**raw)
+    except TypeError:
+        return Halt(str(raw.get("reason", raw)))
+
+
+def _read_timeline(run: RunDir, name: str) -> TimelineStart:
+    try:
+        return TimelineStart(**_read(run, name))
+    except TypeError as error:
+        raise CorruptError(f"{run.control_dir / name}: not a timeline ({error})") from error
 
 
 def _position(ref: StageRef) -> tuple[int, int]:

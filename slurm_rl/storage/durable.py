@@ -12,9 +12,11 @@ rename that puts it there fails on a target that is not empty.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -27,6 +29,8 @@ from slurm_rl.types import FileEntry
 #: across directories).
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK}
 _INNER = "content"
+#: How long a reader waits for what is committed and not to be seen.
+VISIBLE_S = float(os.environ.get("SLURM_RL_VISIBLE_S", "45"))
 
 
 def write_file(path: Path, data: bytes, *, fs: Fs = POSIX) -> None:
@@ -110,6 +114,25 @@ def seal_files(root: Path, names: Iterable[str], *, fs: Fs = POSIX) -> list[File
     for directory in sorted(directories, reverse=True):
         fs.fsync_dir(directory)
     return entries
+
+
+def wait_for_size(path: Path, size_bytes: int, *, patience_s: float = VISIBLE_S) -> int:
+    """The file's size, once it is `size_bytes` or `patience_s` have passed; -1 if it is not there.
+
+    What another node wrote may show late, or short: NFS has shown a new directory 29 s late.
+    Listing the directory makes the client ask the server again.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            size = path.stat().st_size
+        except OSError:
+            size = -1
+        if size == size_bytes or time.monotonic() >= deadline:
+            return size
+        with contextlib.suppress(OSError):
+            os.listdir(path.parent)
+        time.sleep(0.5)
 
 
 def list_files(root: Path) -> list[str]:

@@ -3,6 +3,7 @@
 `submit.0003` is published exclusively; only its creator runs the submission. It holds the token
 that the job's name carries, so that after a crash the job is found by name instead of being
 submitted twice. `submit.0003.id` is a convenience for people: nothing is decided by a job id.
+`submit.0003.seen` says that the job started and looked for work.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def read_intents(run: RunDir, folder: Path) -> list[Intent]:
     """Every intent of the link whose stage directory is `folder`, by number."""
     intents = []
     for name in run.fs.list(folder):
-        if name.startswith("submit.") and not name.endswith(".id"):
+        if name.startswith("submit.") and not name.endswith((".id", ".seen")):
             data = read_published(folder / name, fs=run.fs)
             try:
                 raw = json.loads(data or b"")
@@ -58,12 +59,20 @@ def write_job_id(run: RunDir, folder: Path, number: int, job_id: str) -> None:
     write_hint(folder / f"submit.{number:04d}.id", job_id.encode(), fs=run.fs)
 
 
-def read_submitted(run: RunDir, folder: Path) -> set[int]:
-    """Numbers of the intents for which a scheduler gave a job id."""
+def write_seen(run: RunDir, path: Path) -> None:
+    """Leave word that the job of the intent at `path` got as far as looking for work."""
+    write_hint(path.with_name(f"{path.name}.seen"), b"", fs=run.fs)
+
+
+def read_silent(run: RunDir, folder: Path) -> set[int]:
+    """Numbers of the intents that got a job id, but whose job never began to look for work."""
+    names = set(run.fs.list(folder))
     return {
         int(name.split(".")[1])
-        for name in run.fs.list(folder)
-        if name.startswith("submit.") and name.endswith(".id")
+        for name in names
+        if name.startswith("submit.")
+        and name.endswith(".id")
+        and name.replace(".id", ".seen") not in names
     }
 
 

@@ -39,7 +39,7 @@ def snapshot_code(run: RunDir, folders: list[Path]) -> str:
     temporary = target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}")
     for name, source in files.items():
         (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, temporary / name)
+        shutil.copy(source, temporary / name)  # with its mode: what was private stays so
     seal_files(temporary, files)
     try:
         run.fs.rename(temporary, target)
@@ -59,6 +59,7 @@ def _walk(folder: Path) -> list[tuple[str, Path]]:
         folders[:] = sorted(name for name in folders if name not in _SKIPPED)
         for name in sorted(names):
             path = Path(parent) / name
-            if path.is_file() and not name.endswith(".pyc"):
+            # Dot files and *.env hold secrets, not code.
+            if path.is_file() and not name.startswith(".") and not name.endswith((".pyc", ".env")):
                 found.append((str(Path(folder.name) / path.relative_to(folder)), path))
     return found

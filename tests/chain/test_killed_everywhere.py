@@ -1,6 +1,6 @@
 """One fault before every effect of a run: the run must end whole, and the same.
 
-The default takes one effect for each place in the code; the exhaustive version is slow.
+The default takes one effect for each place in the code; the exhaustive version is `make test-exhaustive`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_a_fault_at_every_place_of_other_runs(arena: NewArena, kind: str, name: 
     ground.try_all(ground.sites(reads=reads)[::3], fault, bounds)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("kind", KINDS)

@@ -79,7 +79,7 @@ def test_two_faults_at_random(arena: Callable[..., Arena], block: int) -> None:
         run_with_two_faults(arena, seed)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("block", range(5))
 def test_two_faults_at_random_many(arena: Callable[..., Arena], block: int) -> None:

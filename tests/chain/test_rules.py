@@ -158,7 +158,7 @@ def test_jobs_that_end_before_they_claim_halt_the_run(folder: Path) -> None:
     world.shell()
     assert not world.finish()
     halt = read_control(world.run).halt
-    assert halt is not None and "ended before they could claim" in halt.reason
+    assert halt is not None and "ended before they could look for work" in halt.reason
     assert not world.cluster.live_jobs()
     assert max(world.num_submissions().values()) <= 8
 
@@ -171,14 +171,15 @@ def test_a_failure_below_the_cap_is_tried_again(folder: Path, how: str) -> None:
     assert world.finish()
 
 
-def test_a_failure_that_is_the_users_halts_at_once(folder: Path) -> None:
+@pytest.mark.parametrize("how", ["user", "rank"])
+def test_a_failure_that_is_the_users_halts_at_once(folder: Path, how: str) -> None:
     world = make_world(folder)
-    fail_stage(world.run.root, "rollout", 0, how="user")
+    fail_stage(world.run.root, "rollout", 0, how=how)
     world.shell()
     assert not world.finish()
     halt = read_control(world.run).halt
     assert halt is not None
-    assert "told to fail (user)" in halt.reason
+    assert f"told to fail ({how})" in halt.reason
     assert world.num_claims() == 1
     assert not world.cluster.live_jobs()
 

@@ -27,7 +27,8 @@ PHASES = ("queued", "claimed", "working", "result", "committed")
 
 @dataclass
 class Killer:
-    """Kills the first job of every stage once, each in the phase that is assigned to it."""
+    """Kills the first job of every stage once, in the phase assigned to it or, if that has gone
+    by unseen (some last milliseconds), in the next one that is seen."""
 
     root: Path
     seed: int
@@ -36,7 +37,8 @@ class Killer:
 
     def assign(self, stages: list[str]) -> None:
         """Give each stage a phase, so that every phase has one."""
-        phases = [PHASES[index % len(PHASES)] for index in range(len(stages))]
+        # The last phases are the shortest: they come first when there are more stages than phases.
+        phases = [PHASES[-1 - index % len(PHASES)] for index in range(len(stages))]
         random.Random(self.seed).shuffle(phases)
         self.wanted = dict(zip(stages, phases, strict=True))
 
@@ -50,11 +52,11 @@ class Killer:
             phase = self.wanted.get(stage)
             if phase is None or stage in self.hits:
                 continue
-            if self._phase_of(stage, path) == phase:
+            now = self._phase_of(stage, path)
+            if now and PHASES.index(now) >= PHASES.index(phase):
                 self._kill(entry)
                 # What is true after the kill is what counts: it may have moved on meanwhile.
-                if self._phase_of(stage, path) == phase:
-                    self.hits[stage] = phase
+                self.hits[stage] = self._phase_of(stage, path)
 
     def _phase_of(self, stage: str, spool: Path) -> str:
         iteration, kind = stage.split(".")

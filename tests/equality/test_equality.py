@@ -112,9 +112,10 @@ def test_a_chain_whose_every_job_was_killed_is_the_same(
         time.sleep(0.001)
     _, err = watcher.communicate(timeout=10)
     assert watcher.returncode == 0, err
-    missed = {s: p for s, p in killer.wanted.items() if s not in killer.hits}
-    assert set(killer.hits.values()) == set(PHASES), f"missed {missed}"
-    assert len(killer.hits) >= len(STAGES) - 2, f"missed {missed}"
+    # A job that was to die after its commit may have ended by itself in that moment.
+    missed = [killer.wanted[stage] for stage in STAGES if stage not in killer.hits]
+    assert missed in ([], ["committed"]), f"not killed: {missed}"
+    assert set(killer.hits.values()) == set(PHASES), f"wanted {killer.wanted}, hit {killer.hits}"
     assert read_digests(root) == chain
 
 

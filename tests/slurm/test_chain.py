@@ -150,6 +150,7 @@ def test_preempted_and_killed_it_ends_the_same(
         timeout_s=60,
     )
     if target := os.environ.get("SLURM_RL_RECORD_SQUEUE"):
+        target = f"{target}.{submit_from}"
         Path(target).write_text("\n\n".join(chain.seen) + "\n")
 
 

@@ -8,7 +8,8 @@ in real time:
     python program.py -u -m slurm_rl.stages ORDER.json        (all but the last is ignored)
 
 On demand it fails: `<run>/toy/fail-<kind>-<iteration>.json` holds `{"how": …, "times": n}` with
-how = user | system | crash | hang | lie (exit 0 and no result).
+how = user | system | crash | hang | lie (exit 0 and no result) | rank (a user's error of one rank,
+after which srun ends the others and reports their SIGTERM).
 """
 
 from __future__ import annotations
@@ -51,7 +52,11 @@ def toy_steps(order: Order, *, fs: Fs = POSIX) -> Steps:
     if how == "crash":
         raise Crash
     if how is not None:
-        raise (DataError if how == "user" else EngineError)(f"told to fail ({how})")
+        blamed = DataError if how in ("user", "rank") else EngineError
+        error = blamed(f"told to fail ({how})")
+        if how == "rank":
+            error.exit_code = 143
+        raise error
     settings = json.loads(fs.read(Path(order.settings_path)))
     result = yield from PROGRAMS[order.kind](order, settings, fs)
     write_file(Path(order.attempt_dir) / "result.json", dump_record(result), fs=fs)

@@ -161,6 +161,7 @@ class World:
         return self.supervisor_class(
             chain=self.chain(process),
             job=job,
+            intent=intent,
             runner=ToyRunner(process),
             run_id="abcdef0123456789",
             settings_digest="xxh3:toy",

@@ -181,7 +181,7 @@ def test_jobs_that_die_before_they_claim_do_not_go_on_for_ever(num_lost: int, ha
     found = actions(view(links))
     assert isinstance(found[0], HaltRun) is halts
     if halts:
-        assert "10 jobs ended before they could claim" in found[0].halt.reason
+        assert "10 jobs ended before they could look for work" in found[0].halt.reason
 
 
 def test_the_cap_halts_says_why_and_cancels_what_waits() -> None:
@@ -314,7 +314,10 @@ WORKING = job("r0-1", RUNNING, "7")
         ((job("x1", PENDING, age_s=9.0),), ()),  # too soon: one crash could forget both
         ((job("x1", PENDING), job("x2", PENDING)), ()),
         ((job("x1", RUNNING), job("x2", PENDING)), (SubmitTick(1200.0),)),  # running is nothing
-        ((job("x1", RUNNING), job("x2", HELD)), (SubmitTick(600.0),)),
+        (
+            (job("x1", RUNNING), job("x2", HELD)),
+            (Cancel(("x2",), "a held tick never wakes"), SubmitTick(600.0)),
+        ),
     ],
 )
 def test_two_pending_ticks_are_kept(ticks: tuple[QueuedJob, ...], expected: Any) -> None:
