@@ -70,7 +70,10 @@ def plan(
     set_: SetOption = None,
     iterations: Annotated[int, typer.Option(help="How many iterations to show.")] = 2,
 ) -> None:
-    """Show what would run: graph, jobs, their exact text, bytes and memory. Submits nothing."""
+    """Show what would run: graph, jobs, their exact text, bytes and memory. Submits nothing.
+
+    Example: slurm-rl plan my.yaml --set rollout.shards=4
+    """
     from slurm_rl.cli.preview import show_plan
 
     show_plan(config, set_ or [], iterations)
@@ -100,7 +103,10 @@ def status(
 
 @app.command()
 def watch(run: RunArgument) -> None:
-    """Show progress until the run ends, and keep it moving (where jobs may not submit jobs)."""
+    """Show progress until the run ends, and keep it moving (where jobs may not submit jobs).
+
+    Example: slurm-rl watch runs/demo
+    """
     from slurm_rl.cli.watch import watch_run
 
     watch_run(run)
@@ -108,7 +114,10 @@ def watch(run: RunArgument) -> None:
 
 @app.command()
 def advance(run: RunArgument) -> None:
-    """Move the run on once and leave: for cron or scrontab on a login node."""
+    """Move the run on once and leave: for cron or scrontab on a login node.
+
+    Example: */10 * * * * slurm-rl advance /scratch/runs/demo
+    """
     from slurm_rl.cli.control import advance_run
 
     advance_run(run)
@@ -136,7 +145,10 @@ def metrics(
     jsonl: Annotated[bool, typer.Option("--jsonl", help="One JSON object an iteration.")] = False,
     last: Annotated[int, typer.Option(help="Iterations to show.")] = 20,
 ) -> None:
-    """The numbers of each iteration, read from its commits."""
+    """The numbers of each iteration, read from its commits.
+
+    Example: slurm-rl metrics runs/demo --jsonl > metrics.jsonl
+    """
     from slurm_rl.cli.status import show_metrics
 
     show_metrics(run, as_jsonl=jsonl, last=last)
@@ -144,7 +156,10 @@ def metrics(
 
 @app.command()
 def resume(run: RunArgument, wait: WaitOption = False) -> None:
-    """Continue a run that was paused, halted, cancelled or killed; safe to repeat."""
+    """Continue a run that was paused, halted, cancelled or killed; safe to repeat.
+
+    Example: slurm-rl resume runs/demo --wait
+    """
     from slurm_rl.cli.control import resume_run
 
     resume_run(run, wait=wait)
@@ -152,7 +167,7 @@ def resume(run: RunArgument, wait: WaitOption = False) -> None:
 
 @app.command()
 def pause(run: RunArgument) -> None:
-    """Start nothing new; what runs goes on and commits."""
+    """Start nothing new; what runs goes on and commits. Example: slurm-rl pause runs/demo"""
     from slurm_rl.cli.control import pause_run
 
     pause_run(run)
@@ -160,7 +175,10 @@ def pause(run: RunArgument) -> None:
 
 @app.command()
 def cancel(run: RunArgument) -> None:
-    """Pause the run and cancel its jobs. Committed work stays."""
+    """Pause the run and cancel its jobs. Committed work stays.
+
+    Example: slurm-rl cancel runs/demo
+    """
     from slurm_rl.cli.control import cancel_run
 
     cancel_run(run)
@@ -173,7 +191,10 @@ def verify(
         int | None, typer.Option("-i", "--iteration", help="Only this one.")
     ] = None,
 ) -> None:
-    """Re-read everything committed: digests, sizes, parents. Exit code 5 on damage."""
+    """Re-read everything committed: digests, sizes, parents. Exit code 5 on damage.
+
+    Example: slurm-rl verify runs/demo -i 12
+    """
     from slurm_rl.cli.verify import verify_run
 
     verify_run(run, iteration=iteration)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from slurm_rl.chain.graph import Graph, Link, build_graph
-from slurm_rl.chain.plan import LinkView, SlotView, Submit, SubmitTick, View, plan
+from slurm_rl.chain.plan import LinkView, SlotView, Spec, Submit, SubmitTick, View, plan
 from slurm_rl.chain.scheduler import LinkRequest
 from slurm_rl.cli.terminal import format_bytes, say
 from slurm_rl.config.derive import num_ranks, stage_slurm
@@ -57,7 +57,9 @@ def _show_first_jobs(settings: Settings, graph: Graph) -> None:
             say(f"  {action.link.job_name(settings.run.name, '<token>')}{after}")
     if settings.launcher == "slurm":
         for view in {view.link.label: view for view in reversed(links)}.values():
-            _show_text(settings, view.link, view.missing_shards)
+            _show_text(settings, _request_link(settings, view.link, view.missing_shards))
+        if spec.ticks:
+            _show_text(settings, _request_tick(settings, spec))
 
 
 def _untouched(graph: Graph, link: Link) -> LinkView:
@@ -69,20 +71,34 @@ def _untouched(graph: Graph, link: Link) -> LinkView:
     return LinkView(link, (), tuple(slots))
 
 
-def _show_text(settings: Settings, link: Link, shards: tuple[int, ...]) -> None:
-    from slurm_rl.launch.slurm import render_job
-
-    folder = f"iterations/{link.iteration:06d}/{link.anchor.kind}.t0"
-    root = settings.run_dir
+def _request_link(settings: Settings, link: Link, shards: tuple[int, ...]) -> LinkRequest:
+    root, number = settings.run_dir, f"{link.iteration:06d}"
     name = link.job_name(settings.run.name, _TOKEN)
-    request = LinkRequest(
+    intent = f"iterations/{number}/{link.anchor.kind}.t0/submit.0001"
+    return LinkRequest(
         name=name,
-        command=("link", str(root), f"{folder}/submit.0001", name),
+        command=("link", str(root), intent, name),
         stages=link.stages,
         shards=shards,
-        log=str(root / "iterations" / f"{link.iteration:06d}" / "logs" / f"{link.label}.0001"),
+        log=str(root / "iterations" / number / "logs" / f"{link.label}.0001"),
     )
-    say(f"\n--- job text of {link.label} (token {_TOKEN} stands for a fresh one)")
+
+
+def _request_tick(settings: Settings, spec: Spec) -> LinkRequest:
+    root, name = settings.run_dir, f"{settings.run.name}.tick.{_TOKEN}"
+    return LinkRequest(
+        name=name,
+        command=("tick", str(root), name),
+        begin_s=spec.tick_s,
+        log=str(root / "scheduler" / "tick"),
+    )
+
+
+def _show_text(settings: Settings, request: LinkRequest) -> None:
+    from slurm_rl.launch.slurm import render_job
+
+    label = request.name.split(".")[-2]
+    say(f"\n--- job text of {label} (token {_TOKEN} stands for a fresh one)")
     say(render_job(settings, request))
 
 

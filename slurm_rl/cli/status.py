@@ -30,6 +30,8 @@ def show_status(path: Path, *, as_json: bool) -> None:
         say(json.dumps(facts, indent=2))
         return
     say(f"{facts['run']}: {facts['state']}, {facts['done']}/{facts['iterations']} iterations")
+    if facts["stage"] != "complete":
+        say(f"next: {facts['stage']}")
     if facts["last_reward"] is not None:
         say(f"last reward {facts['last_reward']:.4g} (iteration {facts['last_reward_iteration']})")
     if facts["eta_s"] is not None:

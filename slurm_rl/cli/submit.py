@@ -84,6 +84,7 @@ def make_run(loaded: LoadedConfig) -> tuple[OpenRun, bool]:
             code_version=__version__,
             settings=settings.model_dump(mode="json"),
             config_text=loaded.text,
+            site_text=loaded.site_text,
             code_digest=snapshot_code(run, [Path(path) for path in settings.code]),
         )
         if create_run(run, identity):

@@ -151,20 +151,6 @@ def megatron_sections(name: str) -> tuple[str, ...]:
     return tuple(MEGATRON.entries[name]["sections"])
 
 
-def split_megatron(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """`train.megatron` as arguments of each config class; a shared name goes to each.
-
-    `model` is for TransformerConfig (ModelParallelConfig's names included), `optimizer` for
-    OptimizerConfig, `ddp` for DistributedDataParallelConfig, `scheduler` for the learning
-    rate's schedule. An enum's value stays the name that was written.
-    """
-    split: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "ddp": {}, "scheduler": {}}
-    for name, value in options.items():
-        for section in megatron_sections(name):
-            split[section][name] = value
-    return split
-
-
 @functools.cache
 def _read_table(file: str) -> dict[str, dict[str, Any]]:
     entries: dict[str, dict[str, Any]] = json.loads((_TABLES / file).read_text())["entries"]

@@ -71,6 +71,7 @@ class RunIdentity:
     code_version: str
     settings: dict[str, Any]
     config_text: str
+    site_text: str = ""
     code_digest: str = ""
     parent: str | None = None
     format: int = RUN_FORMAT
@@ -101,8 +102,10 @@ def create_run(run: RunDir, identity: RunIdentity) -> bool:
 
 
 def write_copies(run: RunDir, identity: RunIdentity) -> None:
-    """`config.yaml` and `resolved.json`, from the identity."""
+    """`config.yaml`, `site.yaml` if there is one, and `resolved.json`, from the identity."""
     write_file(run.root / "config.yaml", identity.config_text.encode(), fs=run.fs)
+    if identity.site_text:
+        write_file(run.root / "site.yaml", identity.site_text.encode(), fs=run.fs)
     text = json.dumps(identity.settings, indent=2, sort_keys=True) + "\n"
     write_file(run.settings_path, text.encode(), fs=run.fs)
 

@@ -147,3 +147,13 @@ def test_no_run_is_one_clear_line(toy_run: ToyRun) -> None:
         told = toy_run.command(command, str(toy_run.folder / "nowhere"))
         assert told.returncode == 2 and "no run here" in told.stderr
         assert len(told.stderr.strip().splitlines()) == 1
+
+
+def test_logs_and_metrics_come_from_the_newest_attempts(toy_run: ToyRun) -> None:
+    toy_run.command("submit", str(toy_run.config), "--wait")
+    listed = toy_run.command("logs", str(toy_run.root), "-i", "1", "--stage", "train", "--list")
+    assert listed.returncode == 0
+    assert "000001/train.t0/a0001-" in listed.stdout and "/logs/train.0001." in listed.stdout
+    rows = toy_run.command("metrics", str(toy_run.root), "--jsonl").stdout.splitlines()
+    assert [json.loads(row)["iteration"] for row in rows] == [0, 1, 2]
+    assert toy_run.command("logs", str(toy_run.root), "-i", "9").returncode == 3

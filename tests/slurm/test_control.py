@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from slurm.cluster import Cluster, wait_for
 from toy.commands import ToyRun
+from toy.program import fail_stage
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -86,6 +87,18 @@ def test_shards_are_an_array(cluster: Cluster, slurm_run: ToyRun) -> None:
     done = slurm_run.command("watch", str(slurm_run.root))
     assert done.returncode == 0, done.stderr
     assert len(slurm_run.digests()) == 5 + 4, "each rollout has a commit and one for each shard"
+
+
+def test_one_failing_rank_halts_though_srun_reports_sigterm(
+    cluster: Cluster, slurm_run: ToyRun
+) -> None:
+    write(slurm_run, train__num_ranks=2)
+    assert slurm_run.command("submit", str(slurm_run.config)).returncode == 0
+    fail_stage(slurm_run.root, "train", 0, how="user")
+    halted = slurm_run.command("watch", str(slurm_run.root))
+    assert halted.returncode == 4 and "told to fail (user)" in halted.stderr, halted.stderr
+    assert claims(slurm_run, "000000/train") == ["claim.0001"]
+    wait_for(lambda: not jobs(cluster), what="an empty queue", timeout_s=60)
 
 
 def test_a_refused_option_is_one_line_and_loses_nothing(slurm_run: ToyRun) -> None:

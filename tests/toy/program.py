@@ -233,9 +233,12 @@ def leave_failure(order: Order, error: SlurmRlError, fs: Fs) -> int:
 def main(arguments: list[str]) -> int:
     """The script: `TOY_SECOND` real seconds for each second of work (0.02 unless set)."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
-    if int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0) != 0:
-        return 0
     order = parse_order(Path(arguments[-1]).read_bytes())
+    if int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0) != 0:
+        # As a rank in a collective: it ends when the work is done, or when it is ended.
+        while not (Path(order.attempt_dir) / "result.json").exists():
+            time.sleep(0.05)
+        return 0
     second = float(os.environ.get("TOY_SECOND", "0.02"))
     try:
         for work_s in toy_steps(order):

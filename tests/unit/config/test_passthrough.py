@@ -10,7 +10,6 @@ from slurm_rl.config.passthrough import (
     check_megatron,
     check_sglang,
     megatron_sections,
-    split_megatron,
 )
 from slurm_rl.config.problems import Problem
 
@@ -91,13 +90,7 @@ def test_wrong_sglang_settings(options: dict[str, object], line: str) -> None:
 
 def test_a_shared_name_goes_to_every_class_that_has_it() -> None:
     assert set(megatron_sections("bf16")) == {"model", "optimizer"}
-    split = split_megatron({"bf16": True, "lr": 1.0, "lr_decay_style": "linear"})
-    assert split == {
-        "model": {"bf16": True},
-        "optimizer": {"bf16": True, "lr": 1.0},
-        "ddp": {},
-        "scheduler": {"lr_decay_style": "linear"},
-    }
+    assert megatron_sections("lr_decay_style") == ("scheduler",)
 
 
 def test_what_is_owned_under_its_own_name_exists_or_is_explained() -> None:
