@@ -7,6 +7,7 @@ search for the first incomplete iteration starts at a hint and only walks forwar
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -125,13 +126,14 @@ def find_head(run: RunDir, graph: Graph, control: Control) -> int:
 def write_head(run: RunDir, head: int) -> None:
     """Leave a hint where to start looking. It may be stale or lost."""
     if _read_hint(run) != head:
-        write_hint(run.root / "head", json.dumps({"iteration": head}).encode(), fs=run.fs)
+        with contextlib.suppress(OSError, StorageError):  # a reader may lack the right, or room
+            write_hint(run.root / "head", json.dumps({"iteration": head}).encode(), fs=run.fs)
 
 
 def _read_hint(run: RunDir) -> int | None:
     try:
         return max(0, int(json.loads(run.fs.read(run.root / "head"))["iteration"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None  # a hint: any damage to it costs a bisection
 
 

@@ -11,7 +11,7 @@ from slurm_rl.chain.scheduler import JobState
 from slurm_rl.cli.runs import find_run
 from slurm_rl.cli.submit import report
 from slurm_rl.cli.terminal import say
-from slurm_rl.errors import NothingDone, SchedulerUnavailable
+from slurm_rl.errors import NothingDone, SchedulerUnavailable, StorageError
 from slurm_rl.launch.build import OpenRun
 from slurm_rl.storage.claims import read_claims
 from slurm_rl.storage.control import clear_stops, read_control, write_budget, write_pause
@@ -81,8 +81,15 @@ def cancel_run(path: Path) -> None:
 
 
 def stop_jobs(opened: OpenRun, reason: str) -> int:
-    """Pause the run, cancel its jobs; how many."""
-    write_pause(opened.run, reason)
+    """Pause the run, cancel its jobs; how many.
+
+    The jobs are cancelled even where PAUSE cannot be written (a full disk); that is raised then.
+    """
+    refused: StorageError | OSError | None = None
+    try:
+        write_pause(opened.run, reason)
+    except (StorageError, OSError) as error:
+        refused = error
     queue = read_queue(opened.chain.scheduler, opened.identity.short_id)
     if queue is None:
         raise SchedulerUnavailable(
@@ -92,6 +99,12 @@ def stop_jobs(opened: OpenRun, reason: str) -> int:
     ids = sorted({job.base_id for job in queue if job.state is not JobState.ENDED})
     if ids:
         opened.chain.scheduler.cancel(ids)
+    if refused is not None:
+        raise StorageError(
+            f"{opened.run.control_dir / 'PAUSE'}: not written ({refused}); {len(ids)} job(s) were"
+            " cancelled, but one that ends may submit the next",
+            hint="make room, then repeat `slurm-rl cancel`",
+        ) from refused
     return len(ids)
 
 

@@ -23,4 +23,6 @@ def find_run(path: Path) -> OpenRun:
                 hint=f"start it with `slurm-rl submit {path}`",
             )
         return open_run(settings.run_dir)
+    if path.exists() and not path.is_dir():
+        raise NoRunError(f"{path}: is a file", hint="give the run's directory, or its .yaml")
     return open_run(path)

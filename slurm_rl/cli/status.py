@@ -77,7 +77,7 @@ def collect_status(opened: OpenRun, view: View) -> dict[str, Any]:
         "last_reward_iteration": rewards[-1][0] if rewards else None,
         "eta_s": _estimate_left(opened, view.control, head),
         "jobs": jobs,
-        "waiting": [why for why in planned.waiting if not view.control.stopped],
+        "waiting": _explain(view, planned.waiting, jobs, opened),
     }
 
 
@@ -122,6 +122,24 @@ def show_metrics(path: Path, *, as_jsonl: bool, last: int) -> None:
     for row in rows:
         cells = [f"{row[n]:>{len(n)}.4g}" if n in row else " " * len(n) for n in names]
         say("  ".join([f"{row['iteration']:>9}", *cells]))
+
+
+def _explain(
+    view: View, waiting: tuple[str, ...], jobs: list[dict[str, Any]], opened: OpenRun
+) -> list[str]:
+    """Why it is not moving, in words; attempts that failed, with what they said."""
+    if view.control.stopped or not view.links:
+        return []
+    failed = [
+        f"{slot.name}: {slot.failures} attempt(s) failed; the last said: {slot.last_error}"
+        for link in view.links
+        for slot in link.slots
+        if slot.failures and not slot.committed
+    ]
+    reasons = [*failed, *waiting]
+    if view.queue is not None and not any(not is_tick(job["name"]) for job in jobs):
+        reasons.append(f"no job of it is alive; `slurm-rl resume {opened.run.root}` submits one")
+    return reasons
 
 
 def _state(view: View, head: int, num_iterations: int, jobs: list[dict[str, Any]]) -> str:

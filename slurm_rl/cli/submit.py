@@ -15,7 +15,7 @@ from slurm_rl.config.load import LoadedConfig, load_config
 from slurm_rl.config.preflight import check_files
 from slurm_rl.config.problems import raise_problems
 from slurm_rl.errors import ConfigError, Halted, NothingDone
-from slurm_rl.launch.build import OpenRun, open_run
+from slurm_rl.launch.build import OpenRun, open_run, parse_settings
 from slurm_rl.storage.control import read_control
 from slurm_rl.storage.rundir import (
     RunDir,
@@ -99,7 +99,7 @@ def make_run(loaded: LoadedConfig) -> tuple[OpenRun, bool]:
 def _check_same(loaded: LoadedConfig, found: RunIdentity) -> None:
     """A second submit into a run must mean the same run."""
     wanted = loaded.settings.model_dump(mode="json")
-    changes = _differences(found.settings, wanted)
+    changes = _differences(parse_settings(found).model_dump(mode="json"), wanted)
     if changes:
         shown = "; ".join(changes[:4]) + ("; …" if len(changes) > 4 else "")
         raise ConfigError(

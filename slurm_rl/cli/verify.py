@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from slurm_rl.chain.graph import Graph
 from slurm_rl.chain.observe import find_head, read_current
 from slurm_rl.cli.runs import find_run
 from slurm_rl.cli.terminal import format_bytes, say
@@ -22,6 +23,7 @@ def verify_run(path: Path, *, iteration: int | None) -> None:
     opened = find_run(path)
     control = read_control(opened.run)
     graph = opened.chain.graph
+    check_iteration(graph, iteration)
     head = find_head(opened.run, graph, control)
     iterations = (
         [iteration] if iteration is not None else range(min(head + 1, graph.num_iterations))
@@ -37,6 +39,13 @@ def verify_run(path: Path, *, iteration: int | None) -> None:
         shown = "\n  ".join(damage)
         raise CorruptError(f"{opened.run.root}: {len(damage)} damaged:\n  {shown}")
     say(f"{opened.run.root}: {num_commits} commits, {format_bytes(size_bytes)}, all as committed")
+
+
+def check_iteration(graph: Graph, iteration: int | None) -> None:
+    """Raises NoRunError for an iteration that the run will never have."""
+    if iteration is not None and not 0 <= iteration < graph.num_iterations:
+        last = graph.num_iterations - 1
+        raise NoRunError(f"iteration {iteration} is not one of 0 to {last}")
 
 
 def _verify_stage(
@@ -75,6 +84,7 @@ def find_output(opened: OpenRun, control: Control, what: str, iteration: int | N
     if what not in _OUTPUTS:
         raise NoRunError(f"{what!r} is not one of {', '.join([*_OUTPUTS, 'run'])}")
     graph = opened.chain.graph
+    check_iteration(graph, iteration)
     if iteration is None:
         iteration = min(find_head(opened.run, graph, control), graph.num_iterations - 1)
         candidates = [iteration, iteration - 1]
@@ -85,7 +95,10 @@ def find_output(opened: OpenRun, control: Control, what: str, iteration: int | N
         commit = read_current(opened.run, graph, control, ref) if i >= 0 else None
         if commit is not None:
             slot = Slot(i, ref.kind, control.timeline_of(ref))
-            if what == "samples":
-                return file_path(opened.run, slot, commit, commit.files[0].path).parent
-            return opened.run.slot_dir(slot) / str(commit.provenance["attempt"]) / what
+            found = file_path(opened.run, slot, commit, commit.files[0].path).parent
+            if what != "samples":
+                found = opened.run.slot_dir(slot) / str(commit.provenance["attempt"]) / what
+            if not found.is_dir():
+                raise CorruptError(f"{found}: committed, but gone", hint="see `slurm-rl verify`")
+            return found
     raise NothingDone(f"{opened.run.root}: no {what} are committed yet")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from slurm_rl.chain.advance import advance
+from slurm_rl.chain.advance import advance, look
 from slurm_rl.chain.observe import read_current
 from slurm_rl.cli.control import stop_jobs
 from slurm_rl.cli.runs import find_run
@@ -72,6 +72,7 @@ def _follow(opened: OpenRun) -> int:
         for node in chain.graph.stages(iteration)
     ]
     num_old = 0
+    told: dict[str, int] = {}
     for number, ref in enumerate(refs):
         is_first_look = True
         while (commit := _look(opened, ref)) is None:
@@ -79,11 +80,21 @@ def _follow(opened: OpenRun) -> int:
             time.sleep(_LOOK_S)
             if time.monotonic() >= next_advance:
                 advance(chain)
+                _tell_failures(opened, told)
                 next_advance = time.monotonic() + period_s
         num_old += is_first_look and num_old == number
         if not (is_first_look and num_old == number + 1) or number == 0:
             say(_describe(ref, commit))
     return len(refs)
+
+
+def _tell_failures(opened: OpenRun, told: dict[str, int]) -> None:
+    """One line for each new failed attempt; `told` remembers how many were said of each slot."""
+    for link in look(opened.chain).links:
+        for slot in link.slots:
+            if slot.failures > told.get(slot.name, 0) and not slot.committed:
+                told[slot.name] = slot.failures
+                say(f"{slot.name}: attempt {slot.failures} failed: {slot.last_error}")
 
 
 def _look(opened: OpenRun, ref: StageRef) -> Commit | None:

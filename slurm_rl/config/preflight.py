@@ -51,7 +51,7 @@ def _check_model(settings: Settings) -> Iterator[Problem]:
 
 
 def _check_prompts(settings: Settings) -> Iterator[Problem]:
-    path, text = ("rollout", "prompt_data"), settings.rollout.prompt_data
+    path, text = ("rollout", "prompt_data"), settings.rollout.prompt_data.partition("@[")[0]
     if not File(text).is_file():
         yield Problem(path, "is not a file", "mend the path", text)
         return

@@ -14,13 +14,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
+EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+EnvValue = Annotated[str, Field(pattern=r"^[^\x00]*$")] | int | float
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
     """A part of the configuration: unknown keys are refused, values never coerced silently."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Run(Section):
@@ -35,7 +37,7 @@ class Run(Section):
 class Slurm(Section):
     """sbatch options under their own names (underscores for hyphens); unset ones are omitted."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
 
     partition: str | None = Field(None, description="Partition, or several with commas.")
     account: str | None = Field(None, description="Account that is charged.")
@@ -104,7 +106,7 @@ class Stage(Section):
         None, description="Replaces the top-level `container` as a whole."
     )
     python: str | None = Field(None, description="The stage's own interpreter (no container).")
-    env: dict[str, str | int | float] = Field(
+    env: dict[EnvName, EnvValue] = Field(
         default_factory=dict, description="Environment; wins over the top-level `env`."
     )
     deadline_s: Seconds | None = Field(
@@ -166,7 +168,7 @@ class Rollout(Stage):
         default_factory=dict, description="SGLang's own server arguments."
     )
     sglang_python: str | None = Field(None, description="Interpreter that has SGLang, if another.")
-    sglang_env: dict[str, str | int | float] = Field(
+    sglang_env: dict[EnvName, EnvValue] = Field(
         default_factory=dict, description="Environment of the SGLang servers alone."
     )
     request_timeout_s: Seconds = Field(
@@ -247,7 +249,7 @@ class Settings(Section):
     host_python: str | None = Field(None, description="Interpreter of the supervisor on the nodes.")
     setup: list[str] = Field(default_factory=list, description="Shell lines before Python starts.")
     container: Container = Field(default_factory=Container, description="For every stage.")
-    env: dict[str, str | int | float] = Field(
+    env: dict[EnvName, EnvValue] = Field(
         default_factory=dict, description="Environment of every stage; not for secrets."
     )
     env_file: str | None = Field(None, description="KEY=VALUE lines of secrets; mode 0600.")

@@ -79,7 +79,7 @@ class Attempt:
         try:
             order_path = self._write_order()
             payload = self.supervisor.runner.start(order_path, kind=self.slot.kind)
-        except (SlurmRlError, OSError) as error:
+        except Exception as error:  # whatever keeps the program from starting: say it
             return self._fail(getattr(error, "blame", "system"), type(error).__name__, str(error))
         if not self.slot.shard:
             self.supervisor.advance_beside()  # one task of an array is enough
@@ -271,6 +271,8 @@ class Attempt:
         self._say(AttemptEnd("failed", blame, error, message))
         if blame == "user":
             hint = f"mend it, then `slurm-rl resume {self.run_dir.root}`"
+            if error in ("RewardError", "ConfigError"):
+                hint = "settings and code are fixed in a run: mend yours, start another (run.name)"
             halt = Halt(f"{self.slot}: {message}", hint, str(self.folder), time.time())
             write_halt(self.run_dir, halt)
         return AttemptOutcome.FAILED

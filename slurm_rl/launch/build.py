@@ -7,12 +7,15 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from slurm_rl.chain.advance import Chain
 from slurm_rl.chain.graph import build_graph
 from slurm_rl.chain.plan import Spec
 from slurm_rl.chain.scheduler import Scheduler
 from slurm_rl.config.derive import settings_digest
 from slurm_rl.config.schema import Settings
+from slurm_rl.errors import FormatError
 from slurm_rl.launch.supervisor import Timing
 from slurm_rl.storage.rundir import RunDir, RunIdentity, filesystem_now, read_identity
 
@@ -54,8 +57,19 @@ def open_run(root: Path) -> OpenRun:
 
 
 def parse_settings(identity: RunIdentity) -> Settings:
-    """The settings that the run was made with."""
-    return Settings.model_validate_json(json.dumps(identity.settings))
+    """The settings that the run was made with; what did not exist then has its default.
+
+    Raises FormatError if there is one that this slurm-rl does not know.
+    """
+    try:
+        return Settings.model_validate_json(json.dumps(identity.settings))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise FormatError(
+            f"run.json: settings.{where} means nothing to this slurm-rl",
+            hint=f"use slurm-rl {identity.code_version or 'of the run'}, which made the run",
+        ) from error
 
 
 def make_spec(settings: Settings, short_id: str) -> Spec:

@@ -147,6 +147,8 @@ def read_env_file(path: Path) -> dict[str, str]:
     """`KEY=VALUE` lines; blank ones and `#` comments are skipped. Raises ConfigError."""
     try:
         lines = path.read_text().splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"env_file = {path}: not UTF-8", hint="save it as UTF-8") from error
     except OSError as error:
         raise ConfigError(
             f"env_file = {path}: {error.strerror}", hint="make it readable"

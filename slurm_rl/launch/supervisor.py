@@ -179,8 +179,9 @@ class Supervisor:
             free = next((slot for slot in slots if self._is_free(slot, control)), None)
             if free is not None:
                 return free
-            if not slots:
-                logger.info("nothing to do: no stage that fits this job is runnable")
+            if not any(self._is_held(slot) for slot in slots):
+                # What is to be tried again later has a job of its own, with a time to begin.
+                logger.info("nothing to do: no stage that fits this job is runnable now")
                 return None
             if self.monotonic() > deadline:
                 logger.info("%s is held by a live claim; not waiting longer", slots[0])
@@ -236,6 +237,11 @@ class Supervisor:
             return False  # the next advance halts the run
         delay = spec.retry_delay_s * 2 ** (view.failures - 1) if view.failures else 0.0
         return view.since_failure_s >= delay
+
+    def _is_held(self, slot: Slot) -> bool:
+        """Whether somebody's attempt at the slot may be alive."""
+        claims = read_claims(self.chain.run, slot)
+        return bool(claims) and read_end(self.chain.run, slot, claims[-1]) is None
 
     def _is_silent(self, slot: Slot, claim: Claim) -> bool:
         """Whether the holder's heartbeat has not changed for a lease, while we watched."""

@@ -180,6 +180,20 @@ def epoch_order(num_rows: int, *, seed: int, shuffle: bool) -> Callable[[int], l
     return lambda epoch: list(range(num_rows))
 
 
+def _encode(tokenizer: Tokenizer, text: str, *, place: str) -> list[int]:
+    """Token ids of a prompt, at least one. Raises DataError naming `place`."""
+    try:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise DataError(
+            f"{place}: the model's tokenizer refuses the prompt ({error})",
+            hint="a tokenizer of characters knows only those of init_model.characters",
+        ) from error
+    if not tokens:
+        raise DataError(f"{place}: the prompt has no tokens")
+    return tokens
+
+
 def prompt_tokenizer(tokenizer: Tokenizer, settings: Rollout) -> Callable[[Prompt], list[int]]:
     """How a prompt becomes tokens: raw without special tokens, or through the chat template."""
 
@@ -189,7 +203,7 @@ def prompt_tokenizer(tokenizer: Tokenizer, settings: Rollout) -> Callable[[Promp
                 f"{settings.prompt_data}: row {prompt.row}: the prompt is a list of messages",
                 hint="set rollout.apply_chat_template: true",
             )
-        return _nonempty(tokenizer.encode(prompt.prompt, add_special_tokens=False), prompt)
+        return encode(prompt.prompt, prompt)
 
     def chat(prompt: Prompt) -> list[int]:
         messages = prompt.prompt
@@ -205,12 +219,10 @@ def prompt_tokenizer(tokenizer: Tokenizer, settings: Rollout) -> Callable[[Promp
                 f"{settings.prompt_data}: row {prompt.row}: the chat template failed: {error}",
                 hint="use a model with a chat template, or set rollout.apply_chat_template: false",
             ) from error
-        return _nonempty(tokenizer.encode(text, add_special_tokens=False), prompt)
+        return encode(text, prompt)
 
-    def _nonempty(tokens: list[int], prompt: Prompt) -> list[int]:
-        if not tokens:
-            raise DataError(f"{settings.prompt_data}: row {prompt.row}: the prompt has no tokens")
-        return tokens
+    def encode(text: str, prompt: Prompt) -> list[int]:
+        return _encode(tokenizer, text, place=f"{settings.prompt_data}: row {prompt.row}")
 
     return chat if settings.apply_chat_template else raw
 

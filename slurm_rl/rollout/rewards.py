@@ -119,12 +119,15 @@ class Rewarder:
         return list(await asyncio.gather(*(self._reward_one(sample) for sample in samples)))
 
     async def _reward_one(self, sample: Sample) -> float:
-        function = self._choose(sample)
+        function = self._function
         try:
+            function = self._choose(sample)
             value = function(self._args, sample)
             if inspect.isawaitable(value):
                 value = await value
-        except Exception as error:  # the user's code: report where it failed, then stop
+        except (asyncio.CancelledError, RewardError):
+            raise
+        except BaseException as error:  # the user's code, `sys.exit` too: say where, then stop
             raise RewardError(
                 f"reward {describe(function)} raised {type(error).__name__}: {error}"
                 f"{_failed_at(error)} for the prompt {_shorten(sample.prompt)}"
@@ -169,7 +172,7 @@ def import_function(dotted: str, *, field: str) -> Callable[..., Any]:
             f"{field} = {dotted!r}: no module named {error.name!r}",
             hint="add the folder that holds it to `code`, or install it for this stage",
         ) from error
-    except Exception as error:  # the user's code, at import
+    except (Exception, SystemExit) as error:  # the user's code, at import
         raise RewardError(
             f"{field} = {dotted!r}: importing {module_name} raised"
             f" {type(error).__name__}: {error}{_failed_at(error)}"

@@ -22,7 +22,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from slurm_rl.config.schema import Settings
-from slurm_rl.errors import CorruptError
+from slurm_rl.errors import CorruptError, ModelError
 from slurm_rl.rollout.engine import Engine, Weights
 from slurm_rl.rollout.groups import Collector, plan_groups, plan_sampling, take_over
 from slurm_rl.rollout.journal import JOURNAL_NAME
@@ -58,7 +58,7 @@ def run_rollout(order: Order, settings: Settings, *, engine: Engine | None = Non
     began = time.monotonic()
     weights = verify_weights(order.input("weights"), run_id=order.run_id)
     with Rewarder(settings) as rewarder:
-        tokenizer = AutoTokenizer.from_pretrained(weights.path, local_files_only=True)
+        tokenizer = load_tokenizer(weights.path)
         visits, cursor = take_visits(order, settings, tokenizer=tokenizer)
         plan = plan_groups(visits, settings=settings, iteration=order.iteration, weights=weights)
         taken = take_over(plan, order.earlier_attempts)
@@ -112,6 +112,17 @@ def seal(
     counts = {"num_samples": len(samples), "num_groups": len(groups)}
     versions = {name: version(name) for name in ("transformers", "tokenizers")}
     return Result(files, content=content | counts, metrics=metrics, provenance=versions)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer beside the weights. Raises ModelError."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # a damaged file raises whatever its parser raises
+        raise ModelError(
+            f"{folder}: its tokenizer cannot be loaded ({type(error).__name__}: {error})",
+            hint="the model's tokenizer files are missing or damaged",
+        ) from error
 
 
 def verify_weights(source: Input, *, run_id: str) -> Weights:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,19 +20,21 @@ from slurm_rl.storage.rundir import RunDir
 from slurm_rl.types import Claim, Slot, canonical_json
 
 _PREFIX = "claim."
+#: Nothing else is a claim: people leave backups, and a crash leaves temporary files.
+_NAME = re.compile(r"claim\.\d{4,}")
 
 
 def read_claims(run: RunDir, slot: Slot) -> list[Claim]:
     """Every claim on `slot`, by epoch."""
     folder = run.slot_dir(slot)
-    names = [name for name in run.fs.list(folder) if name.startswith(_PREFIX)]
+    names = [name for name in run.fs.list(folder) if _NAME.fullmatch(name)]
     return [_read_claim(run, folder / name) for name in names]
 
 
 def read_latest_claim(run: RunDir, slot: Slot) -> Claim | None:
     """The claim that holds `slot`."""
     folder = run.slot_dir(slot)
-    names = [name for name in run.fs.list(folder) if name.startswith(_PREFIX)]
+    names = [name for name in run.fs.list(folder) if _NAME.fullmatch(name)]
     return _read_claim(run, folder / names[-1]) if names else None
 
 

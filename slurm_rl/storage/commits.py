@@ -40,6 +40,8 @@ def read_commit(run: RunDir, slot: Slot) -> Commit | None:
     try:
         raw = json.loads(data)
         commit = Commit(raw["content"], raw["provenance"], raw["digest"])
+        if not {"attempt", "attempts"} & set(commit.provenance):
+            raise ValueError("its provenance names no attempt")
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptError(
             f"{path}: not a commit ({error})", hint="see `slurm-rl verify`"

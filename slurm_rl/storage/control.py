@@ -8,6 +8,7 @@ and `HALT` are made once and stay.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from slurm_rl.storage.durable import publish, read_published
 from slurm_rl.storage.rundir import RunDir
 from slurm_rl.types import StageRef, canonical_json
 
+_TIMELINE = re.compile(r"timeline-\d+")
+_BUDGET = re.compile(r"budget-\d+")
 #: Order of the stages inside an iteration; timelines begin at a point of this order.
 STAGE_ORDER = ("init", "rollout", "score", "reference", "teacher", "critic", "train", "eval")
 
@@ -69,11 +72,11 @@ class Control:
 def read_control(run: RunDir) -> Control:
     """Everything in `control/`. Raises CorruptError rather than reading damage as nothing."""
     names = run.fs.list(run.control_dir)
-    timelines = [_read_timeline(run, name) for name in names if name.startswith("timeline-")]
+    timelines = [_read_timeline(run, name) for name in names if _TIMELINE.fullmatch(name)]
     forgiven: dict[str, int] = {}
     for name in names:
-        if name.startswith("budget-"):
-            forgiven.update(_read(run, name)["forgiven"])
+        if _BUDGET.fullmatch(name):
+            forgiven.update(_read(run, name).get("forgiven", {}))
     halt = _read(run, "HALT", missing_ok=True) if "HALT" in names else None
     pause = _read(run, "PAUSE", missing_ok=True) if "PAUSE" in names else None
     return Control(
@@ -117,8 +120,8 @@ def start_timeline(run: RunDir, ref: StageRef, *, after: int, reason: str) -> bo
 
 
 def _publish_next(run: RunDir, stem: str, value: dict[str, Any]) -> None:
-    taken = [name for name in run.fs.list(run.control_dir) if name.startswith(f"{stem}-")]
-    number = 1 + max((int(name.rpartition("-")[2]) for name in taken), default=0)
+    taken = [re.fullmatch(rf"{stem}-(\d+)", name) for name in run.fs.list(run.control_dir)]
+    number = 1 + max((int(match[1]) for match in taken if match), default=0)
     data = canonical_json(value)
     while not publish(run.control_dir / f"{stem}-{number:04d}", data, fs=run.fs):
         number += 1

@@ -36,14 +36,17 @@ class PosixFs:
         """A new file with `data`; FileExistsError if the name is taken. Not yet durable."""
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
-            _write_all(fd, data)
+            _write_all(fd, data, path)
+        except SpaceError:
+            os.unlink(path)  # half a file is of no use, and takes an inode
+            raise
         finally:
             os.close(fd)
 
     def append(self, path: Path, data: bytes) -> None:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
-            _write_all(fd, data)
+            _write_all(fd, data, path)
         finally:
             os.close(fd)
 
@@ -77,7 +80,7 @@ class PosixFs:
             return []
 
 
-def _write_all(fd: int, data: bytes) -> None:
+def _write_all(fd: int, data: bytes, path: Path) -> None:
     view = memoryview(data)
     try:
         while view:
@@ -85,7 +88,7 @@ def _write_all(fd: int, data: bytes) -> None:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise SpaceError(
-                f"no space left while writing ({error.strerror})",
+                f"{path}: no space left ({error.strerror})",
                 hint="free space or quota in the run's file system, then `slurm-rl resume`",
             ) from error
         raise

@@ -9,6 +9,7 @@ submitted twice. `submit.0003.id` is a convenience for people: nothing is decide
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from slurm_rl.errors import CorruptError
 from slurm_rl.storage.durable import make_directory, publish, read_published, write_hint
 from slurm_rl.storage.rundir import RunDir
 from slurm_rl.types import canonical_json
+
+_NAME = re.compile(r"submit\.\d{4,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ def read_intents(run: RunDir, folder: Path) -> list[Intent]:
     """Every intent of the link whose stage directory is `folder`, by number."""
     intents = []
     for name in run.fs.list(folder):
-        if name.startswith("submit.") and not name.endswith((".id", ".seen")):
+        if _NAME.fullmatch(name):
             data = read_published(folder / name, fs=run.fs)
             try:
                 raw = json.loads(data or b"")
@@ -70,9 +73,9 @@ def read_silent(run: RunDir, folder: Path) -> set[int]:
     return {
         int(name.split(".")[1])
         for name in names
-        if name.startswith("submit.")
-        and name.endswith(".id")
-        and name.replace(".id", ".seen") not in names
+        if (stem := name.removesuffix(".id")) != name
+        and _NAME.fullmatch(stem)
+        and f"{stem}.seen" not in names
     }
 
 

@@ -7,6 +7,7 @@ are copies for people and stage programs, made again when they are missing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import time
@@ -147,4 +148,5 @@ def filesystem_now(run: RunDir) -> float:
     except OSError:
         return time.time()
     finally:
-        probe.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            probe.unlink()

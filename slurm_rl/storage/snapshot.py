@@ -25,6 +25,10 @@ def snapshot_code(run: RunDir, folders: list[Path]) -> str:
     """
     if not folders:
         return ""
+    names = [folder.name for folder in folders]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"code: two folders are called {twice!r}", hint="rename one of them")
     files = {name: source for folder in folders for name, source in _walk(folder)}
     size = sum(source.stat().st_size for source in files.values())
     if size > _MAX_BYTES:

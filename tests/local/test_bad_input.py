@@ -1,0 +1,124 @@
+"""Bad input and damage, through the real commands: one clear line, the right exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from toy.commands import ToyRun, wait_until
+
+
+def one_line(told: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    """The command ended with `code` and one line that holds `words`."""
+    assert told.returncode == code, told.stderr
+    assert len(told.stderr.strip().splitlines()) == 1, told.stderr
+    for word in words:
+        assert word in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rolout": {}}, ("rolout", "rollout")),
+        ({"rollout__rollout_batch_size": "four"}, ("rollout_batch_size", "whole number")),
+        ({"hf_checkpoint": "/nowhere"}, ("hf_checkpoint", "/nowhere")),
+        ({"rollout__input_key": "question"}, ("question", "prompt")),
+        ({"env": {"A B": "x"}}, ("env",)),
+        ({"chain": {"lease_s": float("inf")}}, ("chain.lease_s",)),
+    ],
+)
+def test_a_wrong_configuration_makes_no_run(
+    toy_run: ToyRun, changes: dict[str, object], words: tuple[str, ...]
+) -> None:
+    toy_run.write(**changes)
+    one_line(toy_run.command("submit", str(toy_run.config)), 2, *words)
+    assert not toy_run.root.exists()
+
+
+def test_empty_data_is_named(toy_run: ToyRun) -> None:
+    (toy_run.folder / "prompts.jsonl").write_text("\n")
+    one_line(toy_run.command("submit", str(toy_run.config)), 2, "prompts.jsonl", "empty")
+
+
+def test_two_folders_of_code_with_one_name_are_refused(toy_run: ToyRun) -> None:
+    for parent in ("one", "two"):
+        (toy_run.folder / parent / "lib").mkdir(parents=True)
+    toy_run.write(code=[str(toy_run.folder / parent / "lib") for parent in ("one", "two")])
+    one_line(toy_run.command("submit", str(toy_run.config)), 2, "two folders are called 'lib'")
+
+
+def test_what_is_not_a_run_or_not_an_iteration(toy_run: ToyRun) -> None:
+    toy_run.command("submit", str(toy_run.config), "--wait")
+    one_line(toy_run.command("verify", str(toy_run.root), "-i", "99"), 2, "not one of 0 to 2")
+    one_line(toy_run.command("path", str(toy_run.root), "-i", "-3"), 2, "not one of 0 to 2")
+    one_line(toy_run.command("status", "/etc/hostname"), 2, "is a file")
+
+
+def test_settings_that_did_not_exist_then_or_do_not_exist_now(toy_run: ToyRun) -> None:
+    toy_run.command("submit", str(toy_run.config), "--wait")
+    path = toy_run.root / "run.json"
+    raw = json.loads(path.read_text())
+    del raw["settings"]["rollout"]["request_timeout_s"]
+    path.write_text(json.dumps(raw))
+    assert toy_run.command("submit", str(toy_run.config)).returncode == 0
+    raw["settings"]["newer"] = 1
+    path.write_text(json.dumps(raw))
+    one_line(toy_run.command("status", str(toy_run.root)), 5, "newer", "which made the run")
+
+
+def test_committed_files_that_are_gone(toy_run: ToyRun) -> None:
+    toy_run.command("submit", str(toy_run.config), "--wait")
+    for folder in (toy_run.root / "iterations/000002/train.t0").glob("a0*"):
+        shutil.rmtree(folder)
+    one_line(toy_run.command("path", str(toy_run.root), "weights"), 5, "committed, but gone")
+    told = toy_run.command("verify", str(toy_run.root))
+    assert told.returncode == 5 and "checkpoint/state.json" in told.stderr
+
+
+def test_junk_beside_the_records_does_not_matter(toy_run: ToyRun) -> None:
+    toy_run.command("submit", str(toy_run.config), "--wait")
+    stage = toy_run.root / "iterations/000000/train.t0"
+    for name in ("claim.0001~", "submit.0001.bak", "submit.x.id", "notes"):
+        (stage / name).write_text("")
+    (toy_run.root / "control/budget-old").write_text("{}")
+    (toy_run.root / "head").write_text('{"iteration": 1e999}')
+    assert toy_run.command("status", str(toy_run.root)).returncode == 0
+    assert toy_run.command("verify", str(toy_run.root)).returncode == 0
+    assert toy_run.command("resume", str(toy_run.root)).returncode == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB."""
+    if os.getuid() != 0:
+        pytest.skip("only root mounts a file system")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_loses_nothing(
+    toy_run: ToyRun, small_disk: Path, undisturbed: dict[str, str]
+) -> None:
+    toy_run.root = small_disk / "toy"
+    toy_run.write(run={"name": "toy", "dir": str(small_disk)})
+    assert toy_run.command("submit", str(toy_run.config), TOY_SECOND="0.3").returncode == 0
+    wait_until((toy_run.root / "iterations/000000/rollout.t0/COMMIT").exists)
+    filler = small_disk / "filler"
+    with pytest.raises(OSError, match="No space"), open(filler, "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    wait_until(lambda: not toy_run.running(), seconds=60)
+    assert not (toy_run.root / "iterations/000001/train.t0/COMMIT").exists()
+    filler.unlink()
+    done = toy_run.command("resume", str(toy_run.root), "--wait")
+    assert done.returncode == 0, done.stderr
+    assert toy_run.digests() == undisturbed
+    assert toy_run.command("verify", str(toy_run.root)).returncode == 0
