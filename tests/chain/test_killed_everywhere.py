@@ -10,6 +10,8 @@ from collections.abc import Callable
 import pytest
 from toy.hunt import FAULTS, Arena
 
+pytestmark = pytest.mark.slow
+
 NewArena = Callable[..., Arena]
 
 KINDS = {

@@ -16,6 +16,8 @@ import pytest
 
 import slurm_rl
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True)
 class Mutant:

@@ -15,6 +15,8 @@ from slurm_rl.launch.memory_process import Process
 from slurm_rl.storage.control import clear_stops, read_control, start_timeline, write_pause
 from slurm_rl.types import StageRef
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = (
     {},
     {"shards": 2},

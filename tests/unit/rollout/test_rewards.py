@@ -108,6 +108,8 @@ def test_numpy_numbers_count(make_settings, code) -> None:  # type: ignore[no-un
             "    raise KeyError('gold')",
             r"reward score \(.*\.py:1\) raised KeyError: 'gold' at .*\.py:2 for the prompt 'q'",
         ),
+        ("    raise SystemExit(0)", "raised SystemExit: 0 at .*"),
+        ("    raise KeyboardInterrupt", "raised KeyboardInterrupt"),
         ("    return float('nan')", r"returned nan for the prompt 'q'"),
         ("    return float('inf')", "returned inf"),
         ("    return 'high'", "returned a str, not a number"),
