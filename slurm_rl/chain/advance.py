@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from slurm_rl.chain.graph import Graph, Link
 from slurm_rl.chain.observe import link_folder, observe, read_queue
@@ -158,18 +159,11 @@ def _submit_link(chain: Chain, control: Control, action: Submit, job_ids: dict[L
         logger.info("%s: submission %d is somebody else's", link.anchor, action.number)
         return False
     after = job_ids[action.after] if isinstance(action.after, Link) else action.after
-    name = link.job_name(chain.spec.run_name, intent.token)
-    path = intent_path(folder, intent.number)
     run.fs.mkdir(run.logs_dir(link.iteration))
-    request = LinkRequest(
-        name=name,
-        command=("link", str(run.root), str(path.relative_to(run.root)), name),
-        stages=link.stages,
-        shards=action.shards,
-        after=after,
-        begin_s=action.begin_s,
-        log=str(run.logs_dir(link.iteration) / f"{link.label}.{intent.number:04d}"),
+    request = render_link(
+        run, chain.spec, link, intent, folder, after=after, begin_s=action.begin_s
     )
+    name = request.name
     # If this fails it may have been accepted all the same; the intent's deadline settles that.
     job_id = chain.scheduler.submit(request)
     write_job_id(run, folder, intent.number, job_id)
@@ -179,13 +173,44 @@ def _submit_link(chain: Chain, control: Control, action: Submit, job_ids: dict[L
 
 
 def _submit_tick(chain: Chain, action: SubmitTick) -> None:
-    name = f"{chain.spec.run_name}.tick.{new_job_token(chain.spec.short_id)}"
-    chain.run.fs.mkdir(chain.run.scheduler_dir)
-    request = LinkRequest(
-        name=name,
-        command=("tick", str(chain.run.root), name),
-        begin_s=action.begin_s,
-        log=str(chain.run.scheduler_dir / "tick"),
+    request = render_tick(
+        chain.run, chain.spec, new_job_token(chain.spec.short_id), begin_s=action.begin_s
     )
+    chain.run.fs.mkdir(chain.run.scheduler_dir)
     job_id = chain.scheduler.submit(request)
-    logger.info("submitted %s as job %s", name, job_id)
+    logger.info("submitted %s as job %s", request.name, job_id)
+
+
+def render_link(
+    run: RunDir,
+    spec: Spec,
+    link: Link,
+    intent: Intent,
+    folder: Path,
+    *,
+    after: str | None = None,
+    begin_s: float | None = None,
+) -> LinkRequest:
+    """The job of an intent that lies in `folder`. Pure: `slurm-rl plan` shows the same."""
+    name = link.job_name(spec.run_name, intent.token)
+    path = intent_path(folder, intent.number)
+    return LinkRequest(
+        name=name,
+        command=("link", str(run.root), str(path.relative_to(run.root)), name),
+        stages=link.stages,
+        shards=intent.shards,
+        after=after,
+        begin_s=begin_s,
+        log=str(run.logs_dir(link.iteration) / f"{link.label}.{intent.number:04d}"),
+    )
+
+
+def render_tick(run: RunDir, spec: Spec, token: str, *, begin_s: float) -> LinkRequest:
+    """A job that advances the chain and leaves. Pure."""
+    name = f"{spec.run_name}.tick.{token}"
+    return LinkRequest(
+        name=name,
+        command=("tick", str(run.root), name),
+        begin_s=begin_s,
+        log=str(run.scheduler_dir / "tick"),
+    )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from slurm_rl.chain.advance import render_link, render_tick
 from slurm_rl.chain.graph import Graph, Link, build_graph
-from slurm_rl.chain.plan import LinkView, SlotView, Spec, Submit, SubmitTick, View, plan
+from slurm_rl.chain.observe import link_folder
+from slurm_rl.chain.plan import LinkView, SlotView, Submit, SubmitTick, View, plan
 from slurm_rl.chain.scheduler import LinkRequest
 from slurm_rl.cli.terminal import format_bytes, say
 from slurm_rl.config.derive import num_ranks, stage_slurm
@@ -14,6 +16,8 @@ from slurm_rl.config.model_size import count_parameters
 from slurm_rl.config.schema import Settings
 from slurm_rl.launch.build import make_spec
 from slurm_rl.storage.control import Control
+from slurm_rl.storage.intents import Intent
+from slurm_rl.storage.rundir import RunDir
 from slurm_rl.types import StageRef
 
 #: A token as in a job's name, for texts that are never submitted.
@@ -41,7 +45,7 @@ def _show_graph(graph: Graph, num_iterations: int) -> None:
 
 
 def _show_first_jobs(settings: Settings, graph: Graph) -> None:
-    spec = make_spec(settings, _TOKEN[:6])
+    spec, run = make_spec(settings, _TOKEN[:6]), RunDir(settings.run_dir)
     links: list[LinkView] = []
     for link in graph.links_from(0):
         if len(links) == spec.window:
@@ -57,9 +61,11 @@ def _show_first_jobs(settings: Settings, graph: Graph) -> None:
             say(f"  {action.link.job_name(settings.run.name, '<token>')}{after}")
     if settings.launcher == "slurm":
         for view in {view.link.label: view for view in reversed(links)}.values():
-            _show_text(settings, _request_link(settings, view.link, view.missing_shards))
+            intent = Intent(1, _TOKEN, 0.0, shards=view.missing_shards)
+            folder = link_folder(run, Control(), view.link)
+            _show_text(settings, render_link(run, spec, view.link, intent, folder))
         if spec.ticks:
-            _show_text(settings, _request_tick(settings, spec))
+            _show_text(settings, render_tick(run, spec, _TOKEN, begin_s=spec.tick_s))
 
 
 def _untouched(graph: Graph, link: Link) -> LinkView:
@@ -69,29 +75,6 @@ def _untouched(graph: Graph, link: Link) -> LinkView:
         shards = [None] if num_shards == 1 else list(range(num_shards))
         slots += [SlotView(str(ref), shard) for shard in shards]
     return LinkView(link, (), tuple(slots))
-
-
-def _request_link(settings: Settings, link: Link, shards: tuple[int, ...]) -> LinkRequest:
-    root, number = settings.run_dir, f"{link.iteration:06d}"
-    name = link.job_name(settings.run.name, _TOKEN)
-    intent = f"iterations/{number}/{link.anchor.kind}.t0/submit.0001"
-    return LinkRequest(
-        name=name,
-        command=("link", str(root), intent, name),
-        stages=link.stages,
-        shards=shards,
-        log=str(root / "iterations" / number / "logs" / f"{link.label}.0001"),
-    )
-
-
-def _request_tick(settings: Settings, spec: Spec) -> LinkRequest:
-    root, name = settings.run_dir, f"{settings.run.name}.tick.{_TOKEN}"
-    return LinkRequest(
-        name=name,
-        command=("tick", str(root), name),
-        begin_s=spec.tick_s,
-        log=str(root / "scheduler" / "tick"),
-    )
 
 
 def _show_text(settings: Settings, request: LinkRequest) -> None:

@@ -15,7 +15,7 @@ from slurm_rl.chain.scheduler import JobState
 from slurm_rl.cli.runs import find_run
 from slurm_rl.cli.terminal import format_seconds, say
 from slurm_rl.launch.build import OpenRun
-from slurm_rl.storage.control import Control
+from slurm_rl.storage.control import Control, read_control
 from slurm_rl.types import Commit, StageRef
 
 _ETA_FROM = 5
@@ -83,8 +83,6 @@ def collect_status(opened: OpenRun, view: View) -> dict[str, Any]:
 
 def read_rewards(opened: OpenRun, iterations: Iterable[int]) -> list[tuple[int, float]]:
     """(iteration, mean raw reward) of the committed rollouts among `iterations`."""
-    from slurm_rl.storage.control import read_control
-
     control = read_control(opened.run)
     found = []
     for iteration in iterations:
@@ -97,8 +95,6 @@ def read_rewards(opened: OpenRun, iterations: Iterable[int]) -> list[tuple[int, 
 
 def show_metrics(path: Path, *, as_jsonl: bool, last: int) -> None:
     """The metrics of the last iterations, merged from their stages' commits."""
-    from slurm_rl.storage.control import read_control
-
     opened = find_run(path)
     control = read_control(opened.run)
     graph = opened.chain.graph

@@ -13,7 +13,9 @@ from slurm_rl.chain.advance import advance, look
 from slurm_rl.chain.observe import read_current
 from slurm_rl.cli.control import stop_jobs
 from slurm_rl.cli.runs import find_run
+from slurm_rl.cli.status import read_rewards
 from slurm_rl.cli.terminal import format_seconds, say
+from slurm_rl.cli.verify import find_output
 from slurm_rl.errors import Halted, NothingDone
 from slurm_rl.launch.build import OpenRun
 from slurm_rl.storage.control import read_control
@@ -49,13 +51,9 @@ def show_end(opened: OpenRun) -> None:
     """Where everything is, and what to type next."""
     root, graph = opened.run.root, opened.chain.graph
     control = read_control(opened.run)
-    from slurm_rl.cli.status import read_rewards
-
     rewards = read_rewards(opened, range(graph.num_iterations))
     if rewards:
         say(f"reward: {rewards[0][1]:.3f} at first, {rewards[-1][1]:.3f} at the end")
-    from slurm_rl.cli.verify import find_output
-
     say(f"weights: {find_output(opened, control, 'weights', graph.num_iterations - 1)}")
     say(f"metrics: slurm-rl metrics {root}")
     say(f"check it: slurm-rl verify {root}")
@@ -71,19 +69,17 @@ def _follow(opened: OpenRun) -> int:
         for iteration in range(chain.graph.num_iterations)
         for node in chain.graph.stages(iteration)
     ]
-    num_old = 0
+    has_waited = False  # what was committed before we came is not told, but for the first
     told: dict[str, int] = {}
     for number, ref in enumerate(refs):
-        is_first_look = True
         while (commit := _look(opened, ref)) is None:
-            is_first_look = False
+            has_waited = True
             time.sleep(_LOOK_S)
             if time.monotonic() >= next_advance:
                 advance(chain)
                 _tell_failures(opened, told)
                 next_advance = time.monotonic() + period_s
-        num_old += is_first_look and num_old == number
-        if not (is_first_look and num_old == number + 1) or number == 0:
+        if has_waited or number == 0:
             say(_describe(ref, commit))
     return len(refs)
 

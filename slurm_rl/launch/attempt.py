@@ -73,6 +73,7 @@ class Attempt:
         self.earlier = earlier
         self.folder = attempt_dir(self.run_dir, slot, claim)
         self.started = time.time()
+        self.parents: dict[str, str] = {}  # role -> digest of the input; known with the order
 
     def run(self) -> Generator[float, None, AttemptOutcome]:
         """Start the program, watch it, publish what it leaves."""
@@ -105,6 +106,7 @@ class Attempt:
 
     def _write_order(self) -> Path:
         inputs = self._resolve_inputs()
+        self.parents = _digests_of(inputs)
         graph = self.supervisor.chain.graph
         order = Order(
             run_dir=str(self.run_dir.root),
@@ -118,7 +120,7 @@ class Attempt:
             inputs=inputs,
             shard=self.slot.shard or 0,
             num_shards=graph.node(self.slot.kind).num_shards,
-            earlier_attempts=self._earlier_with(inputs),
+            earlier_attempts=self._earlier_with_same_inputs(),
         )
         path = self.folder / "order.json"
         write_file(path, dump_record(order), fs=self.run_dir.fs)
@@ -135,9 +137,8 @@ class Attempt:
             inputs[role] = resolve_input(self.run_dir, role, ref, place, commit)
         return inputs
 
-    def _earlier_with(self, inputs: dict[str, Input]) -> list[str]:
+    def _earlier_with_same_inputs(self) -> list[str]:
         """Directories of earlier attempts that were made from the same inputs."""
-        wanted = {role: entry.digest for role, entry in inputs.items()}
         found = []
         for claim in self.earlier:
             folder = attempt_dir(self.run_dir, self.slot, claim)
@@ -145,7 +146,7 @@ class Attempt:
                 order = parse_order(self.run_dir.fs.read(folder / "order.json"))
             except (OSError, ValueError, TypeError, KeyError):
                 continue  # it never got as far as its order
-            if {role: entry.digest for role, entry in order.inputs.items()} == wanted:
+            if _digests_of(order.inputs) == self.parents:
                 found.append(str(folder))
         return found
 
@@ -201,12 +202,8 @@ class Attempt:
         except CorruptError as error:
             return self._fail("system", "CorruptError", str(error))
         supervisor = self.supervisor
-        order = parse_order(self.run_dir.fs.read(self.folder / "order.json"))
         content = make_content(
-            self.slot,
-            result,
-            parents={role: entry.digest for role, entry in order.inputs.items()},
-            settings_digest=supervisor.settings_digest,
+            self.slot, result, parents=self.parents, settings_digest=supervisor.settings_digest
         )
         try:
             won = publish_commit(
@@ -303,3 +300,7 @@ class Attempt:
             write_end(self.run_dir, self.slot, self.claim, word)
         except (OSError, StorageError) as error:
             logger.warning("%s: cannot leave word: %s", self.slot, error)
+
+
+def _digests_of(inputs: dict[str, Input]) -> dict[str, str]:
+    return {role: entry.digest for role, entry in inputs.items()}
