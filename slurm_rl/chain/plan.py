@@ -318,7 +318,11 @@ def _plan_strays(spec: Spec, view: View, draft: _Draft) -> None:
 def _plan_ticks(spec: Spec, view: View, draft: _Draft) -> None:
     if view.queue is None or _submit_room(spec, view) <= 0:
         return
-    held = tuple(j.job_id for j in view.queue if is_tick(j.name) and j.state is JobState.HELD)
+    held = tuple(
+        job.job_id
+        for job in view.queue
+        if is_tick(job.name) and job.state is JobState.HELD and not view.is_own(job)
+    )
     if held:
         draft.actions.append(Cancel(held, "a held tick never wakes"))
     ticks = [job for job in view.queue if is_tick(job.name) and job.state is JobState.PENDING]

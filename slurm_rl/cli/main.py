@@ -1,6 +1,7 @@
-"""The commands. Each is thin: it reads its arguments and calls a module that does one thing.
+"""The everyday commands. Each is thin: it reads its arguments and calls one other module.
 
-Imports of that module happen inside the command, so that `slurm-rl --help` stays quick.
+Imports of that module happen inside the command, so that `slurm-rl --help` stays quick. Commands
+for trouble and upkeep are in `operations.py`.
 """
 
 from __future__ import annotations
@@ -11,39 +12,8 @@ from typing import Annotated
 
 import typer
 
+from slurm_rl.cli.app import ConfigArgument, RunArgument, SetOption, WaitOption, app
 from slurm_rl.errors import SlurmRlError
-
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    help="Reinforcement learning of language models on Slurm: each training step is a job.",
-    epilog="Exit codes: 0 done, 2 your input is wrong, 3 nothing could be done, 4 the run is"
-    " halted, 5 the run directory is damaged, 6 the scheduler refused.",
-)
-
-RunArgument = Annotated[
-    Path, typer.Argument(metavar="RUN", help="A run directory, or the config it was made from.")
-]
-ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML configuration.")]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="a.b=c", help="Override a value; may be given many times."),
-]
-WaitOption = Annotated[
-    bool, typer.Option("--wait", help="Stay, show progress, and end when the run does.")
-]
-
-
-@app.callback()
-def main(
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and more log.")] = False,
-) -> None:
-    """Runs before every command."""
-    from slurm_rl.cli.terminal import configure_logging
-
-    configure_logging(debug=debug)
 
 
 @app.command()
@@ -215,6 +185,10 @@ def path(
     from slurm_rl.cli.verify import print_path
 
     print_path(run, what, iteration=iteration)
+
+
+# Last, so that `--help` lists the everyday commands first.
+from slurm_rl.cli import operations  # noqa: E402, F401
 
 
 def entry() -> None:

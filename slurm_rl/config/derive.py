@@ -15,6 +15,8 @@ from slurm_rl.storage.digest import digest_value
 
 STAGE_KINDS = ("init", "rollout", "train", "tick")
 
+#: `slurm.time`: learn it from the run.
+AUTO = "auto"
 DEFAULT_SIGNAL_S = 120
 DEFAULT_TICK_SIGNAL_S = 60
 
@@ -51,7 +53,8 @@ def stage_slurm(settings: Settings, kind: str) -> dict[str, Any]:
     """The sbatch options of a stage: its own over the top-level ones, unset ones left out.
 
     Keys keep their underscores, extra ones and their values are as the user wrote them.
-    `signal_s` is ours and not among them. A tick takes the shape of no stage.
+    `signal_s`, `time_max` and `fallback` are ours and not among them. A tick takes the shape of
+    no stage.
     """
     shared = _options(settings.slurm)
     if kind == "tick":
@@ -70,6 +73,8 @@ def stage_signal_s(settings: Settings, kind: str) -> int:
 def stage_time_s(settings: Settings, kind: str) -> int | None:
     """Wall time of a stage's job in seconds; None if it has no limit or the site's default."""
     time = stage_slurm(settings, kind).get("time")
+    if time == AUTO:
+        time = settings.stage(kind).slurm.time_max or settings.slurm.time_max
     return None if time is None else parse_wall_time(time)
 
 
@@ -170,6 +175,7 @@ def shaping_settings(settings: Settings) -> dict[str, Any]:
     return {
         "seed": settings.seed,
         "deterministic": settings.deterministic,
+        "lag": settings.chain.lag,
         "init_model": None if model is None else model.model_dump(),
         "rollout": rollout,
         "train": {**train, "num_ranks": num_ranks(settings)},
@@ -182,7 +188,7 @@ def settings_digest(settings: Settings) -> str:
 
 
 def _options(section: Any) -> dict[str, Any]:
-    dumped: dict[str, Any] = section.model_dump(exclude={"signal_s"})
+    dumped: dict[str, Any] = section.model_dump(exclude={"signal_s", "fallback", "time_max"})
     return {key: value for key, value in dumped.items() if value is not None}
 
 

@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from slurm_rl.config.derive import (
+    AUTO,
     STAGE_KINDS,
     gpu_count,
     num_ranks,
     parse_wall_time,
     stage_signal_s,
     stage_slurm,
+    stage_time_s,
 )
 from slurm_rl.config.problems import Path, Problem, format_value, nearest
 from slurm_rl.config.schema import Settings, Slurm
@@ -68,10 +70,17 @@ def _check_options(at: Path, section: Slurm) -> Iterator[Problem]:
         found = _check_extra((*at, name), value)
         if found is not None:
             yield found
-    for name in ("time", "time_min"):
+    for name in ("time", "time_max", "time_min"):
         value = getattr(section, name)
-        if value is not None and _parses(value) is False:
+        is_auto = name == "time" and value == AUTO
+        if value is not None and not is_auto and _parses(value) is False:
             yield Problem((*at, name), "is not a wall time", _TIME_FIX, value)
+    fallback = section.fallback
+    if fallback is not None and not _parses(fallback.after):
+        yield Problem((*at, "fallback", "after"), "is not a wall time", _TIME_FIX, fallback.after)
+    if fallback is not None and fallback.partition is None and fallback.qos is None:
+        rule = "names neither a partition nor a qos"
+        yield Problem((*at, "fallback"), rule, "name where to go", None)
     gpus = section.gpus_per_node
     if isinstance(gpus, str) and not _GPUS.fullmatch(gpus):
         rule = "must be a number, or a type and a number"
@@ -123,7 +132,7 @@ def _check_wall_time(settings: Settings, kind: str) -> Iterator[Problem]:
     options = stage_slurm(settings, kind)
     path = _owner_of(settings, kind, "time")
     time, signal_s = options.get("time"), stage_signal_s(settings, kind)
-    seconds = None if time is None else parse_wall_time(time)
+    seconds = stage_time_s(settings, kind)
     if seconds is None:
         return
     if seconds <= signal_s:

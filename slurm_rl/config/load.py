@@ -23,7 +23,8 @@ from slurm_rl.errors import ConfigError
 #: What a site file may hold: what every run on a cluster shares.
 SITE_KEYS = (
     "run slurm tick init chain launcher submit_from gpu_request host_python setup container env"
-    " env_file network_interface hostname_suffix max_submit_jobs max_array_tasks sbatch_template"
+    " env_file network_interface hostname_suffix purge_days max_submit_jobs max_array_tasks"
+    " sbatch_template"
 ).split()
 
 

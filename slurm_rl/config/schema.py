@@ -32,6 +32,17 @@ class Run(Section):
         description="Name of the run; the first part of every job's name."
     )
     dir: str = Field(description="Directory that will hold `<name>/`, on the shared file system.")
+    group: str | None = Field(
+        None, description="Unix group that may read the run and take it over (`slurm-rl adopt`)."
+    )
+
+
+class Fallback(Section):
+    """Where a stage goes that waits too long for its own place; once."""
+
+    after: str = Field(description="Wait in the queue, as a wall time: `02:00:00`.")
+    partition: str | None = Field(None, description="Partition to go to.")
+    qos: str | None = Field(None, description="Quality of service to go to.")
 
 
 class Slurm(Section):
@@ -47,7 +58,13 @@ class Slurm(Section):
     cpus_per_task: Positive | None = Field(None, description="CPU cores of each task.")
     gpus_per_node: int | str | None = Field(None, description="GPUs on each node: `8`, `a100:4`.")
     mem: str | None = Field(None, description="Memory of each node, as `64G`.")
-    time: str | None = Field(None, description="Wall time as sbatch takes it: `04:00:00`, `1-12`.")
+    time: str | None = Field(
+        None,
+        description="Wall time as sbatch takes it: `04:00:00`, `1-12`; `auto`: learnt from the run",
+    )
+    time_max: str | None = Field(
+        None, description="Most that `time: auto` may ask for: the partition's limit."
+    )
     time_min: str | None = Field(None, description="Shortest wall time that is still of use.")
     constraint: str | None = Field(None, description="Node features that are asked for.")
     reservation: str | None = Field(None, description="Reservation to run in.")
@@ -55,8 +72,10 @@ class Slurm(Section):
     comment: str | None = Field(None, description="Yours: sites put policy in it.")
     signal_s: Positive | None = Field(
         None,
-        description="Seconds before the time limit at which the job is told to stop; 120 if unset.",
+        description="Seconds before the time limit at which the job is told to stop; if unset,"
+        " 120, or what the run's own stages were measured to need.",
     )
+    fallback: Fallback | None = Field(None, description="Where to go after waiting too long.")
 
 
 class Container(Section):
@@ -70,8 +89,23 @@ class Container(Section):
     args: list[str] = Field(default_factory=list, description="Passed through verbatim.")
 
 
+class Budget(Section):
+    """What a run may use before it halts."""
+
+    gpu_hours: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="GPUs × hours of all attempts, failed ones included."
+    )
+    until: str | None = Field(
+        None, description="Time after which nothing new starts: `2030-01-31T18:00`."
+    )
+
+
 class Chain(Section):
     """How jobs follow each other."""
+
+    lag: Literal[0, 1] = Field(
+        0, description="Rollout i uses the weights of version max(0, i − lag); 1 overlaps both."
+    )
 
     pack: Literal["stage", "iteration"] = Field(
         "stage", description="What one Slurm job runs: one stage, or an iteration's stages in turn."
@@ -93,6 +127,13 @@ class Chain(Section):
     retry_delay_s: Annotated[float, Field(ge=0)] = Field(
         15.0, description="Wait before a failed stage is submitted again; doubles each time."
     )
+    max_stops: Positive = Field(
+        100, description="Preemptions of one stage, without a commit, before the run halts."
+    )
+    exclude_s: Annotated[float, Field(ge=0)] = Field(
+        3600.0, description="How long a stage stays away from nodes on which it failed; 0: never."
+    )
+    budget: Budget = Field(default_factory=Budget, description="What the run may use.")
 
 
 class Stage(Section):
@@ -109,8 +150,8 @@ class Stage(Section):
     env: dict[EnvName, EnvValue] = Field(
         default_factory=dict, description="Environment; wins over the top-level `env`."
     )
-    deadline_s: Seconds | None = Field(
-        None, description="A stage that runs longer is stopped and tried again."
+    deadline_s: Seconds = Field(
+        43200.0, description="A stage that runs longer is stopped and tried again."
     )
 
 
@@ -214,6 +255,26 @@ class Train(Stage):
     )
 
 
+class Retention(Section):
+    """Which checkpoints and samples are kept; `slurm-rl gc` and the ticks delete the others."""
+
+    keep_last: Annotated[int, Field(ge=2)] | None = Field(
+        None, description="Newest iterations whose checkpoints stay; unset: nothing is deleted."
+    )
+    keep_every: Positive | None = Field(
+        None, description="Of older ones, every n-th iteration's checkpoint stays too."
+    )
+    keep_samples: bool = Field(True, description="Keep the samples of iterations that are pruned.")
+    gc_grace_s: Seconds = Field(
+        3600.0,
+        description="From the mark to the deletion; earlier readers are waited for.",
+    )
+    archive: str | None = Field(
+        None,
+        description="Directory on another file system; pruned files are copied there first.",
+    )
+
+
 class Settings(Section):
     """A whole run."""
 
@@ -234,6 +295,10 @@ class Settings(Section):
         "slurm", description="Slurm jobs or local processes."
     )
     chain: Chain = Field(default_factory=Chain, description="How jobs follow each other.")
+    retention: Retention = Field(default_factory=Retention, description="What is kept.")
+    versions: Literal["same", "any"] = Field(
+        "same", description="`same`: a stage refuses other library versions than those before it."
+    )
     rollout: Rollout = Field(description="Prompts, sampling, engine, reward.")
     train: Train = Field(description="The update.")
     # What a site file usually holds; a config may set any of it too.
@@ -256,6 +321,9 @@ class Settings(Section):
     network_interface: str | None = Field(None, description="Interface the ranks meet on.")
     hostname_suffix: str = Field(
         "", description="Added to a node's name to reach its fast network."
+    )
+    purge_days: Positive | None = Field(
+        None, description="Days after which the site deletes files that nobody read."
     )
     max_submit_jobs: Positive | None = Field(None, description="Jobs that the site lets you queue.")
     max_array_tasks: Positive = Field(1000, description="Tasks that the site lets an array have.")
