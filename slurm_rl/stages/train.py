@@ -13,15 +13,17 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slurm_rl.config.derive import settings_digest
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import CorruptError, NumericsError
 from slurm_rl.rollout.samples import TENSORS_NAME, SampleBatch, read_samples
-from slurm_rl.storage.digest import digest_entries, digest_file
-from slurm_rl.storage.durable import wait_for_size
-from slurm_rl.types import FileEntry, Input, Order, Result
+from slurm_rl.storage.damage import check_inputs
+from slurm_rl.storage.digest import digest_entries, digest_value
+from slurm_rl.types import Input, Order, Result
 
 if TYPE_CHECKING:
     from slurm_rl.train.trainer import Trainer
@@ -58,14 +60,15 @@ def open_trainer(order: Order, settings: Settings) -> Trainer:
         from slurm_rl.train.trainer import Trainer
 
     source = order.input("checkpoint")
-    verify_files(_named(source, "weights/", but=".safetensors"), source=source)
+    check_inputs(source, _named(source, "weights/", but=".safetensors"))
     trainer = Trainer.build(
         settings,
         attempt_dir=Path(order.attempt_dir),
         weights_dir=Path(source.path) / "weights",
     )
     with _parting_on_error(trainer):
-        _load(trainer, source)
+        if not _load_partial(trainer, order, source):
+            _load(trainer, source)
     trainer.weights_digest = source.content["weights"]["digest"]
     return trainer
 
@@ -78,15 +81,17 @@ def train_iteration(trainer: Trainer, order: Order) -> Result:
     """
     rollout = order.input("rollout")
     _check_continuity(trainer, order)
-    paths = rollout.named(TENSORS_NAME)
-    names = [name for name in rollout.files if name.split("/")[-1] == TENSORS_NAME]
-    verify_files(names, source=rollout)
-    samples = read_samples(paths)
-    _check_versions(samples, order)
-
-    metrics = trainer.step(samples, reference_dir=_reference_dir(order, trainer))
+    samples = _read_rollout(trainer, order)
+    metrics = trainer.step(
+        samples,
+        reference_dir=_reference_dir(order, trainer),
+        attempt_dir=Path(order.attempt_dir),
+        made_from=_made_from(order, trainer.settings),
+    )
     _check_schedule(trainer)
+    began = time.monotonic()
     files = trainer.save(Path(order.attempt_dir))
+    save_s = time.monotonic() - began
     if not files:
         return Result(files=[])
     weights = [entry for entry in files if entry.path.startswith("weights/")]
@@ -102,27 +107,18 @@ def train_iteration(trainer: Trainer, order: Order) -> Result:
             "cursor": rollout.content.get("cursor", {}),
         },
         metrics=metrics | _rollout_metrics(samples),
-        provenance=_provenance(trainer),
+        provenance=_provenance(trainer, save_s=save_s),
     )
 
 
-def verify_files(names: list[str], *, source: Input, share: tuple[int, int] = (0, 1)) -> None:
-    """CorruptError unless the files are what was committed; of `share` (rank, size) a part.
-
-    Each of `size` ranks reads every size-th file, so that together they read each one once.
-    """
-    entries = {e["path"]: FileEntry(**e) for e in source.content.get("files", [])}
-    rank, size = share
-    for name in sorted(names)[rank::size]:
-        path, entry = Path(source.files[name]), entries[name]
-        found = wait_for_size(path, entry.size_bytes)
-        if found < 0:
-            raise CorruptError(f"{path}: a committed file is missing")
-        if found != entry.size_bytes:
-            raise CorruptError(f"{path}: {found} bytes, but {entry.size_bytes} were committed")
-        digest = digest_file(path)
-        if digest != entry.digest:
-            raise CorruptError(f"{path}: digest {digest}, but {entry.digest} was committed")
+def _read_rollout(trainer: Trainer, order: Order) -> SampleBatch:
+    """The samples to train on, compared with their commit. Raises CorruptError."""
+    rollout = order.input("rollout")
+    names = [name for name in rollout.files if name.split("/")[-1] == TENSORS_NAME]
+    check_inputs(rollout, names)
+    samples = read_samples(rollout.named(TENSORS_NAME))
+    _check_versions(samples, order, served=_served_version(trainer, order))
+    return samples
 
 
 @contextlib.contextmanager
@@ -139,14 +135,45 @@ def _parting_on_error(trainer: Trainer) -> Iterator[None]:
         raise
 
 
+def _load_partial(trainer: Trainer, order: Order, source: Input) -> bool:
+    """Go on from a partial save of an earlier attempt, if there is one that is whole."""
+    from slurm_rl.train.partial import find_partial
+
+    if trainer.settings.train.save_steps is None:
+        return False
+    partial = find_partial(
+        order.earlier_attempts,
+        made_from=_made_from(order, trainer.settings),
+        num_ranks=trainer.world.size,
+    )
+    partial = trainer.agree_on(partial)
+    if partial is None or not trainer.load_partial(partial):
+        return False
+    steps, loaded = len(partial.reports), trainer.progress
+    expected = int(source.content.get("optimizer_steps", 0)) + steps
+    if (loaded.iteration, loaded.optimizer_steps) != (order.iteration, expected):
+        raise CorruptError(
+            f"{partial.folder}: at optimizer step {loaded.optimizer_steps} of iteration "
+            f"{loaded.iteration}, not {expected} of {order.iteration}"
+        )
+    log.info("goes on after %d optimizer steps of an earlier attempt", steps)
+    return True
+
+
+def _made_from(order: Order, settings: Settings) -> str:
+    """Digest of all that an iteration's training depends on."""
+    inputs = {role: entry.digest for role, entry in order.inputs.items()}
+    return digest_value({"inputs": inputs, "settings": settings_digest(settings)})
+
+
 def _load(trainer: Trainer, source: Input) -> None:
     share = (trainer.world.rank, trainer.world.size)
     folder = Path(source.path)
     if source.kind == "init":
-        verify_files(_named(source, "weights/", only=".safetensors"), source=source, share=share)
+        check_inputs(source, _named(source, "weights/", only=".safetensors"), share=share)
         trainer.load_weights(folder / "weights")
     else:
-        verify_files(_named(source, "checkpoint/"), source=source, share=share)
+        check_inputs(source, _named(source, "checkpoint/"), share=share)
         trainer.load_checkpoint(folder / "checkpoint")
         _check_counters(trainer, source)
 
@@ -179,8 +206,12 @@ def _check_continuity(trainer: Trainer, order: Order) -> None:
         ("the trainer's iteration", trainer.progress.iteration, order.iteration),
         ("the checkpoint's weights version", before["version"], order.iteration),
         ("the rollout's iteration", rollout.iteration, order.iteration),
-        ("the rollout's weights version", used["version"], before["version"]),
-        ("the rollout's weights digest", used["digest"], before["digest"]),
+        ("the rollout's weights version", used["version"], _served_version(trainer, order)),
+        (
+            "the rollout's weights digest",
+            used["digest"] if used["version"] == before["version"] else before["digest"],
+            before["digest"],
+        ),
         (
             "the trainer's weights digest",
             trainer.weights_digest or before["digest"],
@@ -209,12 +240,16 @@ def _check_cursor(before: Any, after: Any, order: Order) -> None:
         )
 
 
-def _check_versions(samples: SampleBatch, order: Order) -> None:
-    expected = order.input("checkpoint").content["weights"]["version"]
+def _served_version(trainer: Trainer, order: Order) -> int:
+    """The version that the rollout had to serve: the one that is trained, or `lag` before it."""
+    return max(0, order.iteration - trainer.settings.chain.lag)
+
+
+def _check_versions(samples: SampleBatch, order: Order, *, served: int) -> None:
     versions = sorted(set(samples.weights_version.tolist()))
-    if versions and versions != [expected]:
+    if versions and versions != [served]:
         raise CorruptError(
-            f"train {order.iteration}: samples of weights versions {versions}, not {expected}"
+            f"train {order.iteration}: samples of weights versions {versions}, not {served}"
         )
 
 
@@ -231,7 +266,7 @@ def _reference_dir(order: Order, trainer: Trainer) -> Path | None:
         return None
     source = order.input("reference")
     share = (trainer.world.rank, trainer.world.size)
-    verify_files(_named(source, "weights/"), source=source, share=share)
+    check_inputs(source, _named(source, "weights/"), share=share)
     return Path(source.path) / "weights"
 
 
@@ -243,14 +278,13 @@ def _rollout_metrics(samples: SampleBatch) -> dict[str, float]:
     }
 
 
-def _provenance(trainer: Trainer) -> dict[str, Any]:
-    import megatron.core
+def _provenance(trainer: Trainer, *, save_s: float) -> dict[str, Any]:
     import torch
 
     cuda = torch.cuda.is_available()
     return {
-        "torch": torch.__version__,
-        "megatron_core": megatron.core.__version__,
+        "versions": {name: metadata.version(name) for name in ("torch", "megatron-core")},
+        "save_s": round(save_s, 3),
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "num_ranks": trainer.world.size,
         "pid": os.getpid(),

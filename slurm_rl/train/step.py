@@ -34,6 +34,7 @@ from slurm_rl.train.batch import (
     rollout_weights,
 )
 from slurm_rl.train.optimizer import current_lr
+from slurm_rl.train.partial import StepState
 from slurm_rl.train.vocab_parallel import logprobs_and_entropy
 
 #: Sums over trained tokens, each weighted as the loss is; divided by the denominator.
@@ -65,9 +66,18 @@ Reference = Callable[[list[MicroBatch]], list[torch.Tensor]]
 
 # long: one iteration from top to bottom, to be read in one sitting
 def train_rollout(
-    engine: Engine, samples: Samples, *, train: Train, reference: Reference | None = None
+    engine: Engine,
+    samples: Samples,
+    *,
+    train: Train,
+    reference: Reference | None = None,
+    resumed: StepState | None = None,
+    after_step: Callable[[StepState, int], None] = lambda state, num_steps: None,
 ) -> dict[str, float]:
     """Train on every sample once; returns metrics under their `train/` names.
+
+    resumed: an earlier process did these optimizer steps, and the engine holds what they made.
+    after_step: called with the state after each step, and the number of all steps.
 
     Raises NumericsError before the optimizer steps if a loss or a gradient is not finite, or
     if the policy, before its first step, is not the proximal policy
@@ -79,20 +89,20 @@ def train_rollout(
     )
     steps = _pack_own_share(engine, samples, advantages_B=advantages_B, train=train)
 
-    # The policy before any update: the same micro-batches as in training, so that the first
-    # ratio is exactly 1.
     everything = [batch for microbatches in steps for batch in microbatches]
-    proximal = policy_logprobs(engine, everything)
-    references = reference(everything) if reference is not None else []
-    if parallel_state.is_pipeline_last_stage():
-        for batch, logprobs_N in zip(everything, proximal, strict=True):
-            batch.proximal_N = logprobs_N
-        for batch, logprobs_N in zip(everything, references, strict=bool(references)):
-            batch.reference_N = logprobs_N
+    if resumed is not None:
+        state = resumed
+    else:
+        # The policy before any update: the same micro-batches as in training, so that the first
+        # ratio is exactly 1.
+        proximal = policy_logprobs(engine, everything)
+        state = StepState(proximal, reference(everything) if reference is not None else [])
+    _hand_out(state, everything)
 
     loss = partial(_loss, engine=engine, train=train)
-    reports = []
     for number, microbatches in enumerate(steps):
+        if number < state.num_steps:
+            continue
         engine.model.zero_grad_buffer()
         engine.optimizer.zero_grad()
         parts = run_microbatches(engine.model, microbatches, loss)
@@ -109,8 +119,19 @@ def train_rollout(
         _, report["grad_norm"], _ = engine.optimizer.step()
         engine.scheduler.step(increment=1)
         engine.optimizer_steps += 1
-        reports.append(report)
-    return _summarize(reports)
+        state.reports.append(report)
+        after_step(state, len(steps))
+    return _summarize(state.reports)
+
+
+def _hand_out(state: StepState, microbatches: list[MicroBatch]) -> None:
+    """Give each micro-batch its log-probabilities from before the first step."""
+    if not parallel_state.is_pipeline_last_stage():
+        return
+    for batch, logprobs_N in zip(microbatches, state.proximal, strict=True):
+        batch.proximal_N = logprobs_N.to(batch.tokens_bS.device)
+    for batch, logprobs_N in zip(microbatches, state.references, strict=bool(state.references)):
+        batch.reference_N = logprobs_N.to(batch.tokens_bS.device)
 
 
 def policy_logprobs(engine: Engine, microbatches: list[MicroBatch]) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from slurm_rl.train.geometry import Geometry, read_geometry
 from slurm_rl.train.model import build_model, load_weights, model_config, wrap_model
 from slurm_rl.train.optimizer import build_optimizer, build_scheduler, current_lr
 from slurm_rl.train.options import MegatronOptions, split_megatron
+from slurm_rl.train.partial import Partial, StepState, delete_partials, read_state, save_state
 from slurm_rl.train.step import Engine, policy_logprobs, train_rollout
 from slurm_rl.train.weights import WeightsLayout, read_layout
 from slurm_rl.types import FileEntry
@@ -69,6 +71,7 @@ class Trainer:
         self.options = options
         self.progress = checkpoint.Progress()
         self.weights_digest = ""
+        self._resumed: StepState | None = None
         self._layout = layout
         self._companions = companions
         self._config = model_config(geometry, options, deterministic=settings.deterministic)
@@ -149,34 +152,60 @@ class Trainer:
                 f"{self.progress.optimizer_steps}"
             )
 
+    def load_partial(self, found: Partial | None) -> bool:
+        """Continue in the middle of an iteration; False, with nothing changed, if any rank finds
+        its share damaged, or there is none."""
+        state = None if found is None else read_state(found, rank=self.world.rank)
+        with _megatron():
+            whole = [state is not None] * self.world.size
+            dist.all_gather_object(whole, state is not None)
+        if found is None or not all(whole):
+            return False
+        self.load_checkpoint(found.checkpoint)
+        self._resumed = state
+        return True
+
+    def agree_on(self, found: Partial | None) -> Partial | None:
+        """Rank 0's choice: another node may see the files later."""
+        with _megatron():
+            choice = [found]
+            dist.broadcast_object_list(choice, src=0)
+            return choice[0]
+
     def logprobs(self, microbatches: list[MicroBatch]) -> list[torch.Tensor]:
         """Log-probabilities float32[N] under the current policy; on the last pipeline rank."""
         with self._at_work():
             return policy_logprobs(self._engine, microbatches)
 
-    def step(self, samples: Samples, *, reference_dir: Path | None = None) -> dict[str, float]:
+    def step(
+        self,
+        samples: Samples,
+        *,
+        reference_dir: Path | None = None,
+        attempt_dir: Path | None = None,
+        made_from: str = "",
+    ) -> dict[str, float]:
         """One iteration of training on `samples`; returns metrics (see `step.py`).
 
-        reference_dir: Hugging Face weights that the KL is measured against, if
-        `train.use_kl_loss`. Raises DataError for samples that do not fit the model, and
-        NumericsError before a step that must not be taken; then the trainer is of no use.
+        reference_dir: Hugging Face weights that the KL is measured against, None if the loss has
+        no such term. attempt_dir: where partial saves of an iteration that was
+        `made_from` these inputs go, if `train.save_steps` asks for them. Raises DataError for
+        samples that do not fit the model, and NumericsError before a step that must not be taken;
+        then the trainer is of no use.
         """
-        check_samples(
-            samples,
-            vocab_size=self.geometry.vocab_size,
-            max_positions=self.geometry.max_positions,
-        )
+        geometry = self.geometry
+        check_samples(samples, vocab_size=geometry.vocab_size, max_positions=geometry.max_positions)
 
-        def reference(microbatches: list[MicroBatch]) -> list[torch.Tensor]:
-            assert reference_dir is not None
-            return self._reference_logprobs(reference_dir, microbatches)
-
+        reference = reference_dir and partial(self._reference_logprobs, reference_dir)
+        resumed, self._resumed = self._resumed, None
         with self._at_work():
             metrics = train_rollout(
                 self._engine,
                 samples,
                 train=self.settings.train,
-                reference=reference if self.settings.train.use_kl_loss else None,
+                reference=reference or None,
+                resumed=resumed,
+                after_step=partial(self._keep, attempt_dir, made_from),
             )
         self.progress = checkpoint.Progress(
             iteration=self.progress.iteration + 1,
@@ -193,24 +222,45 @@ class Trainer:
         Raises SpaceError if the file system is full.
         """
         with _explaining_a_full_disk(attempt_dir):
-            self._write_checkpoint(attempt_dir)
+            with self._at_work():
+                self._write_checkpoint(attempt_dir)
             self.export(attempt_dir / WEIGHTS_DIR)
-            return self._seal(attempt_dir)
+            entries = self._seal(attempt_dir)
+        if self.world.rank == 0:
+            delete_partials(attempt_dir)
+        return entries
 
-    def _write_checkpoint(self, attempt_dir: Path) -> None:
-        with self._at_work():
-            self._gather_parameters()
-            if self.world.rank == 0:
-                (attempt_dir / CHECKPOINT_DIR).mkdir()
-            dist.barrier()
-            checkpoint.save(
-                attempt_dir / CHECKPOINT_DIR,
-                model=self.model,
-                optimizer=self._engine.optimizer,
-                scheduler=self._engine.scheduler,
-                rng=self._rng,
-                progress=self.progress,
-            )
+    def _write_checkpoint(self, folder: Path) -> None:
+        """`folder/checkpoint`, with the random state as it is now: called while at work."""
+        self._gather_parameters()
+        if self.world.rank == 0:
+            (folder / CHECKPOINT_DIR).mkdir(parents=True)
+        dist.barrier()
+        # Other nodes may see it late; being told that it exists, they look again.
+        (folder / CHECKPOINT_DIR).mkdir(parents=True, exist_ok=True)
+        checkpoint.save(
+            folder / CHECKPOINT_DIR,
+            model=self.model,
+            optimizer=self._engine.optimizer,
+            scheduler=self._engine.scheduler,
+            rng=rng.capture(),
+            progress=self.progress,
+        )
+
+    def _keep(
+        self, attempt_dir: Path | None, made_from: str, state: StepState, num_steps: int
+    ) -> None:
+        """After an optimizer step: save what is done, if it is time to and more is to be done."""
+        every = self.settings.train.save_steps
+        due = every is not None and state.num_steps % every == 0
+        if attempt_dir is None or not due or state.num_steps == num_steps:
+            return
+        steps = self._engine.optimizer_steps
+        self.progress = dataclasses.replace(self.progress, optimizer_steps=steps)
+        with _explaining_a_full_disk(attempt_dir):
+            self._write_checkpoint(attempt_dir / f"partial-{state.num_steps:04d}")
+            world = {"rank": self.world.rank, "num_ranks": self.world.size}
+            save_state(attempt_dir, state, made_from=made_from, **world)
 
     def export(self, folder: Path) -> None:
         """Write the weights as a Hugging Face directory; every rank calls it (`export.py`)."""

@@ -159,16 +159,22 @@ def train_in_ranks(
     name: str,
     iterations: int = 1,
     reference: Input | None = None,
+    earlier: tuple[str, ...] = (),
+    die_before: int | None = None,
 ) -> list[tuple[Order, Result]]:
     """Train `iterations` in `num` processes from `before`; what each gave.
 
-    AssertionError with the ranks' output if one of them fails.
+    earlier: attempt directories to go on from. die_before: every rank ends without a word before
+    that optimizer step of its first iteration; then nothing is given. AssertionError with the
+    ranks' output if one of them fails.
     """
     (root / "settings.json").write_text(settings.model_dump_json())
     name_of_first = f"{name}-{before.content['weights']['version']}"
     first = train_order(root, before, name_of_first, reference=reference)
+    first = dataclasses.replace(first, earlier_attempts=list(earlier))
     plan = root / f"{name}.json"
-    plan.write_text(json.dumps({"name": name, "iterations": iterations}))
+    facts = {"name": name, "iterations": iterations, "die_before": die_before}
+    plan.write_text(json.dumps(facts))
     (Path(first.attempt_dir) / "order.json").write_bytes(dump_record(first))
     processes = [
         subprocess.Popen(
@@ -183,13 +189,36 @@ def train_in_ranks(
         for rank in range(num)
     ]
     outputs = [process.communicate(timeout=110)[0] for process in processes]
-    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+    codes = [process.returncode for process in processes]
+    if die_before is not None:
+        assert codes == [9] * num, "\n".join(outputs)
+        return []
+    assert not any(codes), "\n".join(outputs)
     done = []
     for i in range(first.iteration, first.iteration + iterations):
         folder = root / f"{name}-{i}"
         order = parse_order((folder / "order.json").read_bytes())
         done.append((order, parse_result((folder / "result.json").read_bytes())))
     return done
+
+
+def _die_before(step: int) -> None:
+    """Let this process end before an optimizer step, once the other ranks have come as far."""
+    import torch.distributed as dist
+
+    from slurm_rl.train import step as step_module
+
+    real, taken = step_module.run_microbatches, []
+
+    def run(*args: Any, forward_only: bool = False) -> list[Any]:
+        if not forward_only:
+            if len(taken) == step:
+                dist.barrier()
+                os._exit(9)
+            taken.append(1)
+        return real(*args, forward_only=forward_only)
+
+    step_module.run_microbatches = run
 
 
 def _main(plan_path: str, order_path: str) -> None:
@@ -201,6 +230,8 @@ def _main(plan_path: str, order_path: str) -> None:
     trainer = open_trainer(order, settings)
     import torch.distributed as dist
 
+    if plan.get("die_before") is not None:
+        _die_before(plan["die_before"])
     for _ in range(plan["iterations"]):
         results = [train_iteration(trainer, order)]
         dist.broadcast_object_list(results, src=0)

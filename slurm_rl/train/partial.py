@@ -1,0 +1,149 @@
+"""Saves in the middle of a train stage, so that a kill costs some optimizer steps and not all.
+
+Owns, in the attempt's directory, and only while the stage is at work:
+
+    partial-0002/             after two optimizer steps of this iteration
+      checkpoint/             model, optimizer, schedule, random state (`checkpoint.py`)
+      rank-<r>.pt             that rank's log-probabilities from before the first step
+    partial-0002.json         published last, by rank 0: what it was made from, files, reports
+
+A later attempt at the same stage, from the same inputs, settings and ranks, goes on from the
+newest one that is whole; its bytes in the end are those of a stage that was never killed. A partial
+save is never committed: once the stage's own files are durable it is deleted. A crash midway leaves
+a folder without its `.json`, which nobody reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slurm_rl.storage.digest import digest_file
+from slurm_rl.storage.durable import list_files, seal_files, write_file
+from slurm_rl.types import FileEntry, canonical_json
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"partial-(\d{4,})\.json")
+
+
+@dataclass(frozen=True)
+class StepState:
+    """How far the optimizer steps of an iteration are, and what was computed before the first.
+
+    proximal, references: float32[N] of each of this rank's micro-batches, in their order; empty
+    except on the last pipeline rank. reports: one for each step that is done.
+    """
+
+    proximal: list[torch.Tensor] = field(default_factory=list)
+    references: list[torch.Tensor] = field(default_factory=list)
+    reports: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.reports)
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """A whole partial save. `made_from` digests all that the rest of the stage depends on."""
+
+    folder: str
+    made_from: str
+    num_ranks: int
+    reports: list[dict[str, float]]
+    files: list[FileEntry]
+
+    @property
+    def checkpoint(self) -> Path:
+        return Path(self.folder) / "checkpoint"
+
+
+def find_partial(attempts: Iterable[str], *, made_from: str, num_ranks: int) -> Partial | None:
+    """The partial save with the most steps among earlier attempts; None if none is of use.
+
+    Only names and sizes are looked at; `read_state` compares digests.
+    """
+    found = [
+        partial
+        for attempt in attempts
+        for path in sorted(Path(attempt).glob("partial-*.json"))
+        if _NAME.fullmatch(path.name) and (partial := _read(path)) is not None
+    ]
+    fitting = [p for p in found if (p.made_from, p.num_ranks) == (made_from, num_ranks)]
+    return max(fitting, key=lambda partial: len(partial.reports), default=None)
+
+
+def save_state(
+    attempt_dir: Path, state: StepState, *, rank: int, num_ranks: int, made_from: str
+) -> None:
+    """Finish the partial save whose `checkpoint/` was just written; every rank calls it.
+
+    Then the one before it is deleted: its own is enough.
+    """
+    folder = attempt_dir / f"partial-{state.num_steps:04d}"
+    tensors = {"proximal": state.proximal, "references": state.references}
+    plain = {name: [t.cpu() for t in values] for name, values in tensors.items()}
+    torch.save(plain, folder / f"rank-{rank}.pt")
+    names = [name for name in list_files(folder) if _writer_of(name) == rank]
+    gathered: list[Any] = [None] * num_ranks
+    dist.gather_object(seal_files(folder, names), gathered if rank == 0 else None, dst=0)
+    if rank == 0:
+        entries = sorted((entry for part in gathered for entry in part), key=lambda e: e.path)
+        partial = Partial(str(folder), made_from, num_ranks, state.reports, entries)
+        data = canonical_json(dataclasses.asdict(partial))
+        write_file(folder.with_suffix(".json"), data)
+        _delete_but(attempt_dir, folder.name)
+
+
+def read_state(partial: Partial, *, rank: int) -> StepState | None:
+    """This rank's state, once its share of the files was compared; None if one is damaged."""
+    for entry in partial.files[rank :: partial.num_ranks]:
+        path = Path(partial.folder) / entry.path
+        try:
+            matches = digest_file(path) == entry.digest
+        except OSError:
+            matches = False
+        if not matches:
+            log.warning("%s is damaged; the stage starts from its inputs", path)
+            return None
+    tensors = torch.load(Path(partial.folder) / f"rank-{rank}.pt", weights_only=True)
+    return StepState(tensors["proximal"], tensors["references"], list(partial.reports))
+
+
+def delete_partials(attempt_dir: Path) -> None:
+    """The stage's own files are durable: its partial saves are of no more use."""
+    _delete_but(attempt_dir, "")
+
+
+def _delete_but(attempt_dir: Path, kept: str) -> None:
+    for path in sorted(attempt_dir.glob("partial-*.json")):
+        if path.stem != kept:
+            path.unlink(missing_ok=True)  # first: a folder without it is nothing
+            shutil.rmtree(path.with_suffix(""), ignore_errors=True)
+
+
+def _read(path: Path) -> Partial | None:
+    try:
+        raw = json.loads(path.read_bytes())
+        partial = Partial(**(raw | {"files": [FileEntry(**entry) for entry in raw["files"]]}))
+        sizes = [(Path(partial.folder) / e.path).stat().st_size for e in partial.files]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return partial if sizes == [entry.size_bytes for entry in partial.files] else None
+
+
+def _writer_of(name: str) -> int:
+    """The rank that wrote a file: `checkpoint/__3_0.distcp` and `rank-3.pt` are rank 3's."""
+    match = re.fullmatch(r"checkpoint/__(\d+)_\d+\.distcp|rank-(\d+)\.pt", name)
+    return int(match[1] or match[2]) if match else 0
