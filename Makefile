@@ -31,7 +31,12 @@ test: install sglang-cpu lint ## everything, a real Slurm and a real SGLang incl
 	# On their own: gloo keeps the threads of every process group that a process ever made, and
 	# these tests make hundreds; they would slow whatever runs after them.
 	$(PYTEST) -q tests/parity
-	$(PYTEST) -q tests --ignore=tests/gpu --ignore=tests/parity -m 'not exhaustive' --durations=15
+	# A real Slurm's tests mostly wait for it: they run beside all others, and are shown after them.
+	@mkdir -p .cache
+	@$(PYTEST) -q tests/slurm --durations=15 >.cache/test-slurm.log 2>&1 & slurm=$$!; \
+	$(PYTEST) -q tests --ignore=tests/gpu --ignore=tests/parity --ignore=tests/slurm \
+	  -m 'not exhaustive' --durations=15; others=$$?; \
+	wait $$slurm; beside=$$?; cat .cache/test-slurm.log; exit $$((others | beside))
 
 test-fast: install ## under two minutes
 	$(PYTEST) -q tests/unit tests/chain -m 'not slow and not exhaustive'

@@ -5,11 +5,13 @@
     │   ├── ConfigError           a configuration file or a `--set` is wrong
     │   ├── DataError             prompts or a data set are wrong
     │   ├── ModelError            a model or its weights are wrong
-    │   └── RewardError           the user's own code (reward, generate) failed
+    │   ├── RewardError           the user's own code (reward, generate) failed
+    │   └── OwnerError            the run is somebody else's
     ├── StorageError         5    the run directory cannot be used as it is
     │   ├── CorruptError          something committed is not what it was
     │   ├── FormatError           the run directory is of another format
     │   ├── SpaceError            no space, inodes or quota left
+    │   ├── PrunedError           retention deleted it, or is about to
     │   └── NoRunError            there is no run there
     ├── SchedulerError       6    the scheduler did not do what was asked
     │   ├── SchedulerUnavailable  it did not answer: this says nothing about jobs
@@ -59,6 +61,9 @@ class ModelError(UserError): ...
 class RewardError(UserError): ...
 
 
+class OwnerError(UserError): ...
+
+
 class StorageError(SlurmRlError):
     exit_code = 5
 
@@ -72,6 +77,11 @@ class FormatError(StorageError):
 
 
 class SpaceError(StorageError): ...
+
+
+class PrunedError(StorageError):
+    exit_code = 3
+    blame = "user"
 
 
 class NoRunError(StorageError):

@@ -11,6 +11,12 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+#: Order of the stages inside an iteration; timelines begin at a point of this order.
+STAGE_ORDER = ("init", "rollout", "score", "reference", "teacher", "critic", "train", "eval")
+#: A rollout's finished groups; in the attempt directory.
+JOURNAL_NAME = "journal.jsonl"
+#: Patterns of what a stage keeps of work that a kill must not cost; in the attempt directory.
+KEPT = (JOURNAL_NAME, "partial-*.json")
 #: Format of the run directory. A directory with a larger number is refused.
 RUN_FORMAT = 1
 
@@ -61,7 +67,10 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Who works on a slot. Epochs count from 1; the highest one holds the slot."""
+    """Who works on a slot. Epochs count from 1; the highest one holds the slot.
+
+    claimed: when, in seconds by the clock of the run's file system.
+    """
 
     epoch: int
     job_token: str
@@ -69,6 +78,7 @@ class Claim:
     host: str = ""
     pid: int = 0
     job_id: str = ""
+    claimed: float = 0.0
 
     @property
     def attempt_name(self) -> str:
@@ -130,7 +140,8 @@ class Order:
 
     It lies as `order.json` in the attempt directory, the only place where the program
     writes. `earlier_attempts` are directories of superseded attempts of the same slot
-    with the same inputs: finished groups may be taken over from their journals.
+    with the same inputs: finished groups may be taken over from their journals. `versions` are
+    the libraries of the stages before, by name; the program refuses to run with others.
     """
 
     run_dir: str
@@ -145,6 +156,7 @@ class Order:
     shard: int = 0
     num_shards: int = 1
     earlier_attempts: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
 
     def input(self, role: str) -> Input:
         return self.inputs[role]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slurm_rl.config.schema import Settings
-from slurm_rl.types import StageRef
+from slurm_rl.types import STAGE_ORDER, StageRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,21 +96,61 @@ class Graph:
             return tuple(Link(iteration, (kind,)) for kind in kinds)
         return (Link(iteration, tuple(kinds)),)
 
+    def link_of(self, ref: StageRef) -> Link:
+        """The link that a stage belongs to."""
+        return next(link for link in self.links(ref.iteration) if ref.kind in link.kinds)
+
+    def link_parents(self, link: Link) -> tuple[Link, ...]:
+        """Links whose ends a link waits for: its stages' parents, less those that another of
+        them waits for already; newest last."""
+        found = self._direct_parents(link)
+        covered: set[Link] = set()
+        for parent in sorted(found, key=_age, reverse=True):
+            if parent not in covered:
+                covered |= self._ancestors(parent, since=min(map(_age, found)))
+        return tuple(sorted(found - covered, key=_age))
+
+    def _direct_parents(self, link: Link) -> set[Link]:
+        refs = {ref for stage in link.stages for ref in self.parents(stage).values()}
+        # Older ones (the reference model) have committed long before.
+        near = {ref for ref in refs if ref.iteration >= link.iteration - 2}
+        return {self.link_of(ref) for ref in near} - {link}
+
+    def _ancestors(self, link: Link, *, since: tuple[int, int]) -> set[Link]:
+        """Those that are not older than `since`."""
+        found: set[Link] = set()
+        todo = [link]
+        while todo:
+            for parent in self._direct_parents(todo.pop()):
+                if parent not in found and _age(parent) >= since:
+                    found.add(parent)
+                    todo.append(parent)
+        return found
+
     def links_from(self, iteration: int) -> Iterator[Link]:
         """Links of `iteration` and all after it, in order."""
         for i in range(iteration, self.num_iterations):
             yield from self.links(i)
 
 
+def _age(link: Link) -> tuple[int, int]:
+    """Sorts links by iteration, then by the place of their last stage in it."""
+    return link.iteration, STAGE_ORDER.index(link.kinds[-1])
+
+
 def build_graph(settings: Settings) -> Graph:
     """The graph of a run.
 
-    GRPO: rollout → train. With a KL loss the reference's log-probs come from the train job,
-    which is handed the initial weights.
+    GRPO: rollout → train. With lag 1 a rollout needs the weights before the last, so that it
+    runs beside the train stage that makes the last. With a KL loss the reference's log-probs come
+    from the train job, which is handed the initial weights.
     """
     rollout = StageNode(
         "rollout",
-        (Need("weights", "train", back=1, first="init"), Need("previous", "rollout", back=1)),
+        (
+            Need("weights", "train", back=1 + settings.chain.lag, first="init"),
+            Need("previous", "rollout", back=1),
+        ),
         num_shards=settings.rollout.shards,
     )
     needs = [Need("rollout", "rollout"), Need("checkpoint", "train", back=1, first="init")]

@@ -8,23 +8,37 @@ search for the first incomplete iteration starts at a hint and only walks forwar
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_rl.chain.graph import Graph, Link
-from slurm_rl.chain.plan import LinkView, SlotView, Spec, View
 from slurm_rl.chain.scheduler import JobState, QueuedJob, Scheduler
+from slurm_rl.chain.slots import slots_of, view_slot
+from slurm_rl.chain.usage import read_usage
+from slurm_rl.chain.view import LinkView, SlotView, Spec, View
 from slurm_rl.errors import SchedulerUnavailable, StorageError
-from slurm_rl.storage.claims import attempt_dir, read_claims, read_end
-from slurm_rl.storage.commits import has_commit, read_commit, read_stage_commit
+from slurm_rl.storage.commits import has_commit, read_stage_commit
 from slurm_rl.storage.control import Control, read_control
 from slurm_rl.storage.durable import write_hint
 from slurm_rl.storage.intents import Intent, read_intents, read_silent
 from slurm_rl.storage.rundir import RunDir
 from slurm_rl.types import Commit, Slot, StageRef
 
-_NO_FAILURES = ("stopped", "superseded", "committed")
+
+@dataclass(frozen=True)
+class _Scene:
+    """What every part of one reading shares."""
+
+    run: RunDir
+    graph: Graph
+    spec: Spec
+    control: Control
+    queue: tuple[QueuedJob, ...] | None
+    now: float
+
+    def read(self, ref: StageRef) -> Commit | None:
+        return read_current(self.run, self.graph, self.control, ref)
 
 
 def observe(
@@ -45,17 +59,10 @@ def observe(
     window = _read_window(run, graph, control, spec.window)
     intents = {link: read_intents(run, link_folder(run, control, link)) for link in window}
     queue = read_queue(scheduler, spec.short_id)
-    conflict = ""
-    views = []
-    for link in window:
-        slots: list[SlotView] = []
-        for ref in link.stages:
-            commit = read_current(run, graph, control, ref)
-            conflict = conflict or _find_conflict(run, graph, control, ref, commit)
-            slots += _view_stage(run, graph, control, ref, commit, queue, now)
-        aged = tuple((intent, now - intent.created) for intent in intents[link])
-        num_lost = _count_lost(run, control, link, intents[link], queue)
-        views.append(LinkView(link, aged, tuple(slots), num_lost))
+    scene = _Scene(run, graph, spec, control, queue, now)
+    pairs = [_view_link(scene, link, intents[link]) for link in window]
+    views = [seen for seen, _ in pairs]
+    conflict = next((text for _, text in pairs if text), "")
     if window and all(seen.is_done for seen in views):
         # All of it was committed since the window was found: that is not the end of the run.
         if num_looks > 1:
@@ -64,7 +71,10 @@ def observe(
         raise StorageError(f"{run.root}: listings and files disagree about what is committed")
     while views and views[0].is_done:
         views.pop(0)
-    return View(control, tuple(views), queue, own, conflict)
+    gpu_s = 0.0
+    if spec.gpu_hours is not None and window:
+        gpu_s = read_usage(run, graph, control, spec, head=window[0].iteration)
+    return View(control, tuple(views), queue, own, conflict, now, gpu_s)
 
 
 def read_queue(scheduler: Scheduler, short_id: str) -> tuple[QueuedJob, ...] | None:
@@ -89,15 +99,6 @@ def read_current(run: RunDir, graph: Graph, control: Control, ref: StageRef) -> 
     num_shards = graph.node(ref.kind).num_shards
     timeline = control.timeline_of(ref)
     return read_stage_commit(run, ref, timeline=timeline, num_shards=num_shards)
-
-
-def slots_of(graph: Graph, control: Control, ref: StageRef) -> list[Slot]:
-    """The slots in which the stage is worked on."""
-    num_shards = graph.node(ref.kind).num_shards
-    timeline = control.timeline_of(ref)
-    if num_shards == 1:
-        return [Slot(ref.iteration, ref.kind, timeline)]
-    return [Slot(ref.iteration, ref.kind, timeline, shard) for shard in range(num_shards)]
 
 
 def find_head(run: RunDir, graph: Graph, control: Control) -> int:
@@ -153,85 +154,68 @@ def _read_window(run: RunDir, graph: Graph, control: Control, size: int) -> list
     return links
 
 
-def _find_conflict(
-    run: RunDir, graph: Graph, control: Control, ref: StageRef, commit: Commit | None
-) -> str:
-    """In words, if a commit was not made from the commits that are current now."""
+def _view_link(scene: _Scene, link: Link, intents: list[Intent]) -> tuple[LinkView, str]:
+    """One link, and in words what is wrong with its commits."""
+    slots: list[SlotView] = []
+    conflict = ""
+    for ref in link.stages:
+        commit = scene.read(ref)
+        conflict = conflict or _find_conflict(scene, ref, commit)
+        slots += _view_stage(scene, ref, commit)
+    view = LinkView(
+        link,
+        intents=tuple((intent, scene.now - intent.created) for intent in intents),
+        slots=tuple(slots),
+        num_lost=_count_lost(scene, link, intents),
+        waits_for=scene.graph.link_parents(link),
+        ready_s=_read_ready(scene, link) if scene.spec.fallbacks else None,
+    )
+    return view, conflict
+
+
+def _find_conflict(scene: _Scene, ref: StageRef, commit: Commit | None) -> str:
+    """In words, if a commit was not made from the commits that are current now.
+
+    A parent that is not there is none: this node may see it late. If it is gone, the next job that
+    needs it finds that out (`chain/late.py`).
+    """
     if commit is None:
         return ""
-    for role, parent in graph.parents(ref).items():
-        current = read_current(run, graph, control, parent)
-        found = None if current is None else current.digest
-        if commit.parents.get(role) != found:
-            return f"{ref} was made from {role} {commit.parents.get(role)}, but {parent} is {found}"
+    for role, parent in scene.graph.parents(ref).items():
+        current, used = scene.read(parent), commit.parents.get(role)
+        if current is not None and used != current.digest:
+            return f"{ref} was made from {role} {used}, but {parent} is {current.digest}"
     return ""
 
 
-def _count_lost(
-    run: RunDir,
-    control: Control,
-    link: Link,
-    intents: list[Intent],
-    queue: tuple[QueuedJob, ...] | None,
-) -> int:
+def _view_stage(scene: _Scene, ref: StageRef, commit: Commit | None) -> list[SlotView]:
+    run, control = scene.run, scene.control
+    slots = slots_of(scene.graph, control, ref)
+    if commit is not None:
+        return [SlotView(str(slot), slot.shard, True) for slot in slots]
+    return [view_slot(run, control, slot, scene.queue, scene.now, scene.spec) for slot in slots]
+
+
+def _count_lost(scene: _Scene, link: Link, intents: list[Intent]) -> int:
     """Jobs of a link that never got as far as looking for work, and are not in the queue.
 
     0 while the scheduler does not answer: absence says nothing then.
     """
-    if queue is None or len(intents) < 2:
+    if scene.queue is None or len(intents) < 2:
         return 0
-    forgiven = dict(control.forgiven).get(str(link.anchor), 0)
-    silent = read_silent(run, link_folder(run, control, link))
-    live = {job.token for job in queue if job.state is not JobState.ENDED}
+    forgiven = dict(scene.control.forgiven).get(str(link.anchor), 0)
+    silent = read_silent(scene.run, link_folder(scene.run, scene.control, link))
+    live = {job.token for job in scene.queue if job.state is not JobState.ENDED}
     return sum(i.number > forgiven and i.number in silent and i.token not in live for i in intents)
 
 
-def _view_stage(
-    run: RunDir,
-    graph: Graph,
-    control: Control,
-    ref: StageRef,
-    commit: Commit | None,
-    queue: tuple[QueuedJob, ...] | None,
-    now: float,
-) -> list[SlotView]:
-    slots = slots_of(graph, control, ref)
-    if commit is not None:
-        return [SlotView(str(slot), slot.shard, True) for slot in slots]
-    return [view_slot(run, control, slot, queue, now) for slot in slots]
-
-
-def view_slot(
-    run: RunDir, control: Control, slot: Slot, queue: tuple[QueuedJob, ...] | None, now: float
-) -> SlotView:
-    """A slot of a stage that is not committed as a whole.
-
-    An attempt counts as failed if it ended without a commit, unless it was told to stop or was
-    superseded; one that says it committed is believed (its COMMIT may show late). The last one
-    does not count while its job may be at work.
-    """
-    name = str(slot)
-    if slot.shard is not None and read_commit(run, slot) is not None:
-        return SlotView(name, slot.shard, True)
-    claims = read_claims(run, slot)
-    base = dict(control.forgiven).get(name, 0)
-    running = {
-        j.claim_token for j in queue or () if j.state in (JobState.RUNNING, JobState.UNKNOWN)
-    }
-    failures, view = 0, SlotView(name, slot.shard)
-    for claim in claims:
-        end = read_end(run, slot, claim)
-        is_last = claim is claims[-1]
-        if claim.epoch <= base or (end is not None and end.outcome in _NO_FAILURES):
-            continue
-        if end is None and is_last and (queue is None or claim.job_token in running):
-            continue  # at work, as far as anyone can tell
-        failures += 1
-        view = dataclasses.replace(
-            view,
-            failures=failures,
-            since_failure_s=now - end.ended if end is not None else 1e9,
-            last_error=end.message if end is not None else "killed without a word",
-            log=str(attempt_dir(run, slot, claim)),
-        )
-    return view
+def _read_ready(scene: _Scene, link: Link) -> float | None:
+    """Seconds since the last of a link's parents committed; None while one has not."""
+    parents = {ref for stage in link.stages for ref in scene.graph.parents(stage).values()}
+    since = []
+    for ref in parents - set(link.stages):
+        commit = scene.read(ref)
+        if commit is None:
+            return None
+        since.append(scene.now - float(commit.provenance.get("committed", 0.0)))
+    return min(since, default=None)

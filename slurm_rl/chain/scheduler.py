@@ -74,23 +74,41 @@ def make_claim_token(token: str, task: int | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class WallTime:
+    """Wall time of a job in seconds, as learnt from earlier ones; None: not learnt, or not asked.
+
+    limit_s: what to ask for. shortest_s: what may do, if the scheduler finds a gap of that
+    length. signal_s: how long before its end the job is told to stop.
+    """
+
+    limit_s: int | None = None
+    shortest_s: int | None = None
+    signal_s: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LinkRequest:
     """A job to submit. The scheduler knows what a stage of each kind needs.
 
     name:    `<run>.i0012.rollout.<token>`, or `<run>.tick.<token>`.
     stages:  what the job is for; empty for a tick.
     command: arguments of the supervisor.
-    after:   id of the job whose end wakes it (whatever that end is).
+    after:   ids of the jobs whose ends wake it (whatever those ends are).
+    exclude: nodes, or lists of nodes, to stay away from.
+    fallback: to the stages' other partition or quality of service.
+    wall:    what to ask for where the settings leave it to be learnt.
     """
 
     name: str
     command: tuple[str, ...]
     stages: tuple[StageRef, ...] = ()
     shards: tuple[int, ...] = ()
-    after: str | None = None
+    after: tuple[str, ...] = ()
     begin_s: float | None = None
     log: str = ""
     exclude: tuple[str, ...] = ()
+    fallback: bool = False
+    wall: WallTime | None = None
 
 
 class Scheduler(Protocol):
@@ -104,10 +122,12 @@ class Scheduler(Protocol):
         """Every job of this user whose name begins with the run's name."""
         ...
 
-    def cancel(self, job_ids: list[str]) -> None: ...
+    def cancel(self, job_ids: list[str], *, only_pending: bool = False) -> None:
+        """End jobs; with `only_pending`, those that have begun by now go on."""
+        ...
 
-    def repoint(self, job_id: str, after: str | None) -> None:
-        """Make a pending job wait for `after` instead, or for nothing."""
+    def repoint(self, job_id: str, after: tuple[str, ...]) -> None:
+        """Make a pending job wait for all of `after` instead, or for nothing."""
         ...
 
     def was_cancelled(self, job_id: str) -> bool:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from pathlib import Path
 
 from slurm_rl.chain.advance import advance, look
-from slurm_rl.chain.observe import find_head, link_folder, read_queue, slots_of
+from slurm_rl.chain.observe import find_head, link_folder, read_queue
 from slurm_rl.chain.scheduler import JobState
-from slurm_rl.cli.runs import find_run
+from slurm_rl.chain.slots import slots_of
+from slurm_rl.cli.runs import find_own_run
 from slurm_rl.cli.submit import report
 from slurm_rl.cli.terminal import say
 from slurm_rl.errors import NothingDone, SchedulerUnavailable, StorageError
 from slurm_rl.launch.build import OpenRun
 from slurm_rl.storage.claims import read_claims
 from slurm_rl.storage.control import clear_stops, read_control, write_budget, write_pause
-from slurm_rl.storage.intents import read_intents
+from slurm_rl.storage.intents import read_intents, write_cancelled
 from slurm_rl.types import StageRef
 
 
@@ -24,7 +26,7 @@ def resume_run(path: Path, *, wait: bool) -> None:
 
     Raises NothingDone, saying why, if the run is not complete and nothing could be done.
     """
-    opened = find_run(path)
+    opened = find_own_run(path)
     root = opened.run.root
     control = read_control(opened.run)
     forgive(opened)
@@ -35,10 +37,10 @@ def resume_run(path: Path, *, wait: bool) -> None:
     outcome = advance(opened.chain)
     report(opened, outcome)
     live = [job for job in look(opened.chain).queue or () if job.state.is_live]
-    if not outcome.job_ids and not live:
+    if not outcome.job_ids and not live and not wait:
         why = "; ".join(outcome.plan.waiting) or "no reason known"
         raise NothingDone(f"{root}: nothing was submitted: {why}", hint=f"`slurm-rl status {root}`")
-    if not outcome.job_ids:
+    if not outcome.job_ids and live:
         say(f"{root}: {len(live)} job(s) of it are in the queue already")
     if wait:
         from slurm_rl.cli.watch import watch
@@ -67,14 +69,14 @@ def forgive(opened: OpenRun) -> None:
 
 
 def pause_run(path: Path) -> None:
-    opened = find_run(path)
+    opened = find_own_run(path)
     write_pause(opened.run, "slurm-rl pause")
     say(f"{opened.run.root}: paused; what runs goes on. Continue with `slurm-rl resume`")
 
 
 def cancel_run(path: Path) -> None:
     """Pause, then cancel: the other way round a job could submit another in between."""
-    opened = find_run(path)
+    opened = find_own_run(path)
     num_jobs = stop_jobs(opened, "slurm-rl cancel")
     say(f"{opened.run.root}: paused; {num_jobs} job(s) cancelled. Committed work stays.")
     say(f"continue with: slurm-rl resume {opened.run.root}")
@@ -96,7 +98,11 @@ def stop_jobs(opened: OpenRun, reason: str) -> int:
             f"{opened.run.root}: paused, but the scheduler does not answer: nothing is cancelled",
             hint="repeat `slurm-rl cancel` later",
         )
-    ids = sorted({job.base_id for job in queue if job.state is not JobState.ENDED})
+    jobs = [job for job in queue if job.state is not JobState.ENDED]
+    ids = sorted({job.base_id for job in jobs})
+    with contextlib.suppress(OSError, StorageError):  # a full disk must not keep jobs alive
+        for token in sorted({job.token for job in jobs if job.state is not JobState.PENDING}):
+            write_cancelled(opened.run, token)
     if ids:
         opened.chain.scheduler.cancel(ids)
     if refused is not None:
@@ -110,7 +116,7 @@ def stop_jobs(opened: OpenRun, reason: str) -> int:
 
 def advance_run(path: Path) -> None:
     """One advance. Silent when nothing happens, so that cron sends no mail."""
-    opened = find_run(path)
+    opened = find_own_run(path)
     outcome = advance(opened.chain)
     if outcome.job_ids or outcome.errors:
         report(opened, outcome)

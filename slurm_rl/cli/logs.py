@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slurm_rl.chain.observe import find_head, slots_of
+from slurm_rl.chain.observe import find_head
+from slurm_rl.chain.slots import slots_of
 from slurm_rl.cli.runs import find_run
 from slurm_rl.cli.terminal import say
 from slurm_rl.errors import NothingDone
 from slurm_rl.launch.build import OpenRun
 from slurm_rl.storage.claims import attempt_dir, read_latest_claim
 from slurm_rl.storage.control import read_control
+from slurm_rl.storage.records import records_of
 from slurm_rl.types import StageRef
 
 
@@ -20,6 +22,12 @@ def show_logs(
     """Print the tails of the newest attempt's logs. Raises NothingDone if there are none."""
     opened = find_run(path)
     files = find_logs(opened, iteration, stage)
+    folded = records_of(opened.run, iteration) if iteration is not None else []
+    if not files and folded:
+        raise NothingDone(
+            f"{opened.run.root}: the logs of iteration {iteration} are folded into {folded[-1]}",
+            hint=f"`tar -xf {folded[-1]} -C FOLDER` unpacks them",
+        )
     if not files:
         raise NothingDone(
             f"{opened.run.root}: no log yet",

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from slurm_rl.cli.app import RunArgument, app
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slurm_rl.cli.app import RunArgument, SetOption, app
 
 
 @app.command()
@@ -11,3 +16,150 @@ def explain(run: RunArgument) -> None:
     from slurm_rl.cli.explain import explain_run
 
     explain_run(run)
+
+
+@app.command()
+def retry(
+    run: RunArgument,
+    iteration: Annotated[int, typer.Option("-i", "--iteration", help="Of which iteration.")],
+    stage: Annotated[str, typer.Option("--stage", help="rollout, train, …")],
+) -> None:
+    """Give a failed stage its attempts back, or make a committed one again with what follows.
+
+    Example: slurm-rl retry runs/demo -i 12 --stage train
+    """
+    from slurm_rl.cli.rewrite import retry_stage
+
+    retry_stage(run, iteration=iteration, stage=stage)
+
+
+@app.command()
+def rewind(
+    run: RunArgument,
+    to: Annotated[int, typer.Option("--to", help="The first iteration to make again.")],
+) -> None:
+    """Make an iteration and all after it again; what is there is set aside, not erased.
+
+    Example: slurm-rl rewind runs/demo --to 12
+    """
+    from slurm_rl.cli.rewrite import rewind_run
+
+    rewind_run(run, to=to)
+
+
+@app.command("set")
+def set_(
+    run: RunArgument,
+    assignments: Annotated[
+        list[str], typer.Argument(metavar="KEY=VALUE…", help="Settings, or code=FOLDER.")
+    ],
+) -> None:
+    """Change settings of a run, or adopt changed code, from now on.
+
+    Example: slurm-rl set runs/demo train.megatron.lr=5e-7 code=.
+    """
+    from slurm_rl.cli.change import change_run
+
+    change_run(run, assignments)
+
+
+@app.command()
+def adopt(run: RunArgument) -> None:
+    """Take over a colleague's run (see run.group). Example: slurm-rl adopt /shared/runs/demo"""
+    from slurm_rl.cli.adopt import adopt_run
+
+    adopt_run(run)
+
+
+@app.command()
+def doctor(
+    target: Annotated[
+        Path, typer.Argument(metavar="CONFIG|RUN", help="A configuration, or a run directory.")
+    ],
+    set_: SetOption = None,
+    stage: Annotated[
+        str | None, typer.Option("--stage", help="train, rollout or init: try that stage's job.")
+    ] = None,
+    no_jobs: Annotated[bool, typer.Option("--no-jobs", help="Submit nothing.")] = False,
+    patience: Annotated[
+        float, typer.Option(help="Seconds that a job of it may wait in the queue.")
+    ] = 300.0,
+    json_: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Look whether file system, site and configuration are fit for the run, and say what to set.
+
+    Example: slurm-rl doctor my.yaml --stage train
+    """
+    from slurm_rl.cli.doctor.examine import examine
+
+    examine(target, set_ or [], stage=stage, jobs=not no_jobs, patience_s=patience, as_json=json_)
+
+
+@app.command()
+def shell(
+    run: RunArgument,
+    iteration: Annotated[
+        int | None, typer.Option("-i", "--iteration", help="Default: the one that is to be done.")
+    ] = None,
+    stage: Annotated[str, typer.Option("--stage", help="rollout, train, …")] = "rollout",
+    shard: Annotated[int, typer.Option(help="Which shard's order.")] = 0,
+    command: Annotated[
+        str | None, typer.Option("--command", help="Run this instead of a shell.")
+    ] = None,
+    time: Annotated[
+        str | None, typer.Option("--time", help="Wall time, if not the stage's own.")
+    ] = None,
+    scratch: Annotated[
+        Path | None, typer.Option("--scratch", help="Folder to work in; default: in the run.")
+    ] = None,
+) -> None:
+    """Open a stage's own environment, its inputs read-only; nothing in it can commit.
+
+    Example: slurm-rl shell runs/demo -i 12 --stage rollout
+    """
+    from slurm_rl.cli.shell import open_shell
+
+    open_shell(
+        run,
+        iteration=iteration,
+        stage=stage,
+        shard=shard,
+        command=command,
+        time=time,
+        scratch_dir=scratch,
+    )
+
+
+@app.command()
+def gc(
+    run: RunArgument,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be done.")
+    ] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Stay until what is marked is gone.")
+    ] = False,
+) -> None:
+    """Delete what retention does not keep: mark, wait for readers, archive, delete.
+
+    Example: slurm-rl gc runs/demo --dry-run
+    """
+    from slurm_rl.cli.gc import collect_garbage
+
+    collect_garbage(run, dry_run=dry_run, wait=wait)
+
+
+@app.command()
+def lease(
+    run: RunArgument,
+    iteration: Annotated[int, typer.Option("-i", "--iteration", help="Whose files stay.")],
+    hours: Annotated[float, typer.Option(help="For how long.")] = 24.0,
+    why: Annotated[str, typer.Option(help="Shown by `gc` to others.")] = "",
+) -> None:
+    """Keep the files of an iteration for a while: for an eval by hand, a server, a colleague.
+
+    Example: slurm-rl lease runs/demo -i 12 --hours 48 --why "eval on math"
+    """
+    from slurm_rl.cli.gc import lease_iteration
+
+    lease_iteration(run, iteration=iteration, hours=hours, why=why)

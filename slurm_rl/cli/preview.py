@@ -7,8 +7,9 @@ from pathlib import Path
 from slurm_rl.chain.advance import render_link, render_tick
 from slurm_rl.chain.graph import Graph, Link, build_graph
 from slurm_rl.chain.observe import link_folder
-from slurm_rl.chain.plan import LinkView, SlotView, Submit, SubmitTick, View, plan
+from slurm_rl.chain.plan import plan
 from slurm_rl.chain.scheduler import LinkRequest
+from slurm_rl.chain.view import LinkView, SlotView, Submit, SubmitTick, View
 from slurm_rl.cli.terminal import format_bytes, say
 from slurm_rl.config.derive import num_ranks, stage_slurm
 from slurm_rl.config.load import load_settings
@@ -57,7 +58,8 @@ def _show_first_jobs(settings: Settings, graph: Graph) -> None:
         if isinstance(action, SubmitTick):
             say(f"  {settings.run.name}.tick.<token>  begins in {action.begin_s:.0f} s")
         elif isinstance(action, Submit):
-            after = f"  after {action.after.anchor}" if isinstance(action.after, Link) else ""
+            parents = [str(at.anchor) for at in action.after if isinstance(at, Link)]
+            after = f"  after {', '.join(parents)}" if parents else ""
             say(f"  {action.link.job_name(settings.run.name, '<token>')}{after}")
     if settings.launcher == "slurm":
         for view in {view.link.label: view for view in reversed(links)}.values():
@@ -74,7 +76,7 @@ def _untouched(graph: Graph, link: Link) -> LinkView:
         num_shards = graph.node(ref.kind).num_shards
         shards = [None] if num_shards == 1 else list(range(num_shards))
         slots += [SlotView(str(ref), shard) for shard in shards]
-    return LinkView(link, (), tuple(slots))
+    return LinkView(link, (), tuple(slots), waits_for=graph.link_parents(link))
 
 
 def _show_text(settings: Settings, request: LinkRequest) -> None:

@@ -6,6 +6,15 @@ from pathlib import Path
 
 from slurm_rl.errors import NoRunError
 from slurm_rl.launch.build import OpenRun, open_run
+from slurm_rl.storage.control import read_control
+from slurm_rl.storage.owner import check_owner
+
+
+def find_own_run(path: Path) -> OpenRun:
+    """The run at `path`, to be changed or moved on. Raises OwnerError if it is not ours."""
+    opened = find_run(path)
+    check_owner(opened.run, opened.identity, read_control(opened.run))
+    return opened
 
 
 def find_run(path: Path) -> OpenRun:

@@ -10,8 +10,9 @@ from typing import Any
 
 from slurm_rl.chain.advance import look
 from slurm_rl.chain.observe import find_head, read_current
-from slurm_rl.chain.plan import View, is_tick, plan
+from slurm_rl.chain.plan import is_tick, plan
 from slurm_rl.chain.scheduler import JobState
+from slurm_rl.chain.view import View
 from slurm_rl.cli.runs import find_run
 from slurm_rl.cli.terminal import format_seconds, say
 from slurm_rl.launch.build import OpenRun

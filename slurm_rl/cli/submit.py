@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-import getpass
 import time
 from pathlib import Path
 from typing import Any
 
 from slurm_rl import __version__
 from slurm_rl.chain.advance import Outcome, advance
-from slurm_rl.chain.plan import HaltRun
+from slurm_rl.chain.view import HaltRun
 from slurm_rl.cli.terminal import say
 from slurm_rl.config.load import LoadedConfig, load_config
 from slurm_rl.config.preflight import check_files
 from slurm_rl.config.problems import raise_problems
+from slurm_rl.config.schema import Settings
 from slurm_rl.errors import ConfigError, Halted, NothingDone
-from slurm_rl.launch.build import OpenRun, open_run, parse_settings
+from slurm_rl.launch.build import OpenRun, open_run
+from slurm_rl.launch.stage_settings import parse_settings
+from slurm_rl.launch.wall_times import check_wall_times
 from slurm_rl.storage.control import read_control
+from slurm_rl.storage.owner import (
+    check_owner,
+    current_user,
+    hand_to_group,
+    share_with_group,
+)
 from slurm_rl.storage.rundir import (
     RunDir,
     RunIdentity,
@@ -39,6 +47,7 @@ def submit_run(config: Path, overrides: list[str], *, wait: bool) -> None:
     """Make the run unless it is there, and move its chain on."""
     loaded = load_config(config, overrides)
     raise_problems(check_files(loaded.settings), loaded.origins)
+    raise_problems(check_wall_times(loaded.settings), loaded.origins)
     opened, is_new = make_run(loaded)
     root = opened.run.root
     control = read_control(opened.run)
@@ -48,6 +57,7 @@ def submit_run(config: Path, overrides: list[str], *, wait: bool) -> None:
         )
     if control.paused is not None:
         raise NothingDone(f"{root}: paused", hint=f"`slurm-rl resume {root}` continues it")
+    check_owner(opened.run, opened.identity, control)
     outcome = advance(opened.chain)
     say(f"{'made' if is_new else 'continuing'} run {root}")
     report(opened, outcome)
@@ -75,12 +85,14 @@ def make_run(loaded: LoadedConfig) -> tuple[OpenRun, bool]:
     settings = loaded.settings
     run = RunDir(settings.run_dir.absolute())
     if not (run.root / "run.json").exists():
-        run.fs.mkdir(run.root)
+        run.fs.mkdir(run.root)  # and what is missing above it, for whoever may
+        share_with_group(settings.run.group)
+        hand_to_group(run, settings.run.group)
         identity = RunIdentity(
             run_id=new_run_id(),
             name=settings.run.name,
             created=time.time(),
-            owner=getpass.getuser(),
+            owner=current_user(),
             code_version=__version__,
             settings=settings.model_dump(mode="json"),
             config_text=loaded.text,
@@ -90,21 +102,22 @@ def make_run(loaded: LoadedConfig) -> tuple[OpenRun, bool]:
         if create_run(run, identity):
             return open_run(run.root), True
     found = read_identity(run)
-    _check_same(loaded, found)
+    _check_same(loaded, parse_settings(found, read_control(run)))
     if not run.settings_path.exists():
         write_copies(run, found)
     return open_run(run.root), False
 
 
-def _check_same(loaded: LoadedConfig, found: RunIdentity) -> None:
+def _check_same(loaded: LoadedConfig, found: Settings) -> None:
     """A second submit into a run must mean the same run."""
     wanted = loaded.settings.model_dump(mode="json")
-    changes = _differences(parse_settings(found).model_dump(mode="json"), wanted)
+    changes = _differences(found.model_dump(mode="json"), wanted)
     if changes:
         shown = "; ".join(changes[:4]) + ("; …" if len(changes) > 4 else "")
         raise ConfigError(
             f"{loaded.path}: the run {loaded.settings.run_dir} exists with other settings: {shown}",
-            hint="choose another run.name, or continue it as it is with `slurm-rl resume`",
+            hint="choose another run.name, change the run with `slurm-rl set`, or continue it as it"
+            " is with `slurm-rl resume`",
         )
 
 

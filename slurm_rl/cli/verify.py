@@ -8,10 +8,11 @@ from slurm_rl.chain.graph import Graph
 from slurm_rl.chain.observe import find_head, read_current
 from slurm_rl.cli.runs import find_run
 from slurm_rl.cli.terminal import format_bytes, say
-from slurm_rl.errors import CorruptError, NoRunError, NothingDone
+from slurm_rl.errors import CorruptError, NoRunError, NothingDone, PrunedError
 from slurm_rl.launch.build import OpenRun
 from slurm_rl.storage.commits import file_path, find_damage
 from slurm_rl.storage.control import Control, read_control
+from slurm_rl.storage.tombstones import explain_pruned, is_pruned, read_pruned
 from slurm_rl.types import Slot, StageRef
 
 #: What `slurm-rl path` can name, and the stage that makes it.
@@ -29,16 +30,21 @@ def verify_run(path: Path, *, iteration: int | None) -> None:
         [iteration] if iteration is not None else range(min(head + 1, graph.num_iterations))
     )
     damage: list[str] = []
-    num_commits = size_bytes = 0
+    num_commits = size_bytes = num_pruned = 0
     for i in iterations:
         for node in graph.stages(i):
             ref = StageRef(i, node.kind)
             found, size = _verify_stage(opened, control, ref, damage)
-            num_commits, size_bytes = num_commits + found, size_bytes + size
+            slot = Slot(i, node.kind, control.timeline_of(ref))
+            was_pruned = found and is_pruned(opened.run, slot)
+            num_commits, num_pruned = num_commits + found, num_pruned + was_pruned
+            size_bytes += 0 if was_pruned else size
     if damage:
         shown = "\n  ".join(damage)
         raise CorruptError(f"{opened.run.root}: {len(damage)} damaged:\n  {shown}")
-    say(f"{opened.run.root}: {num_commits} commits, {format_bytes(size_bytes)}, all as committed")
+    pruned = f"; the files of {num_pruned} were pruned by retention" if num_pruned else ""
+    size_text = format_bytes(size_bytes)
+    say(f"{opened.run.root}: {num_commits} commits, {size_text}, all as committed{pruned}")
 
 
 def check_iteration(graph: Graph, iteration: int | None) -> None:
@@ -95,6 +101,9 @@ def find_output(opened: OpenRun, control: Control, what: str, iteration: int | N
         commit = read_current(opened.run, graph, control, ref) if i >= 0 else None
         if commit is not None:
             slot = Slot(i, ref.kind, control.timeline_of(ref))
+            pruned = read_pruned(opened.run, slot)
+            if pruned is not None:
+                raise PrunedError(f"{ref}: {explain_pruned(opened.run, slot, pruned)}")
             found = file_path(opened.run, slot, commit, commit.files[0].path).parent
             if what != "samples":
                 found = opened.run.slot_dir(slot) / str(commit.provenance["attempt"]) / what

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from slurm_rl.chain.advance import advance, look
+from slurm_rl.chain.gc import collect_quietly
 from slurm_rl.chain.observe import read_current
 from slurm_rl.cli.control import stop_jobs
 from slurm_rl.cli.runs import find_run
@@ -24,6 +25,8 @@ from slurm_rl.types import Commit, StageRef
 _LOOK_S = 0.3
 #: How often a watcher moves the run on: processes can be asked at once, a controller is spared.
 _ADVANCE_S = {"local": 2.0, "slurm": 60.0}
+#: How often it tidies up where there are no ticks that do.
+_GC_S = 60.0
 
 
 def watch_run(path: Path) -> None:
@@ -64,6 +67,7 @@ def _follow(opened: OpenRun) -> int:
     chain = opened.chain
     period_s = _ADVANCE_S[opened.settings.launcher]
     next_advance = time.monotonic() + period_s
+    next_gc = time.monotonic() + _GC_S
     refs = [
         StageRef(iteration, node.kind)
         for iteration in range(chain.graph.num_iterations)
@@ -79,6 +83,9 @@ def _follow(opened: OpenRun) -> int:
                 advance(chain)
                 _tell_failures(opened, told)
                 next_advance = time.monotonic() + period_s
+            if not chain.spec.ticks and time.monotonic() >= next_gc:
+                collect_quietly(opened.keeper)
+                next_gc = time.monotonic() + _GC_S
         if has_waited or number == 0:
             say(_describe(ref, commit))
     return len(refs)

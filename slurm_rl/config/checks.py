@@ -16,6 +16,7 @@ from slurm_rl.config.derive import (
     gpu_count,
     model_parallel_size,
     num_ranks,
+    parse_instant,
     stage_container,
     stage_slurm,
 )
@@ -60,6 +61,12 @@ def check_run(settings: Settings) -> Problems:
     if chain.lease_s < 2 * chain.heartbeat_s:
         rule = f"is shorter than two heartbeats of {chain.heartbeat_s:g} s"
         yield Problem(("chain", "lease_s"), rule, "raise it", chain.lease_s)
+    until = chain.budget.until
+    try:
+        parse_instant(until or "2030-01-31")
+    except ValueError:
+        where = ("chain", "budget", "until")
+        yield Problem(where, "is not a time", "write it as 2030-01-31T18:00", until)
     if settings.launcher == "local":
         for at, container in containers_of(settings):
             if container.runtime == "pyxis":

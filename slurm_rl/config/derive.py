@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
-from slurm_rl.config.schema import Container, Settings
+from slurm_rl.config.schema import Container, Fallback, Settings
 from slurm_rl.storage.digest import digest_value
 
 STAGE_KINDS = ("init", "rollout", "train", "tick")
@@ -44,7 +45,7 @@ _NOT_SHAPING_ROLLOUT = _NOT_SHAPING | {
     "server_start_timeout_s",
     "request_timeout_s",
 }
-_NOT_SHAPING_TRAIN = _NOT_SHAPING | {"num_ranks", "check_first_ratio"}
+_NOT_SHAPING_TRAIN = _NOT_SHAPING | {"num_ranks", "check_first_ratio", "save_steps"}
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
 
@@ -76,6 +77,11 @@ def stage_time_s(settings: Settings, kind: str) -> int | None:
     if time == AUTO:
         time = settings.stage(kind).slurm.time_max or settings.slurm.time_max
     return None if time is None else parse_wall_time(time)
+
+
+def stage_fallback(settings: Settings, kind: str) -> Fallback | None:
+    """Where a stage goes that waits too long: its own, or the top-level one."""
+    return settings.stage(kind).slurm.fallback or settings.slurm.fallback
 
 
 def stage_env(settings: Settings, kind: str) -> dict[str, str]:
@@ -125,6 +131,13 @@ def num_ranks(settings: Settings) -> int:
     return int(options.get("nodes", 1)) * gpus
 
 
+def num_gpus(settings: Settings, kind: str) -> int:
+    """GPUs of a stage's whole job: nodes × gpus_per_node, or `gpus`."""
+    options = stage_slurm(settings, kind)
+    whole = gpu_count(options.get("gpus"))
+    return whole or int(options.get("nodes", 1)) * (gpu_count(options.get("gpus_per_node")) or 0)
+
+
 def model_parallel_size(settings: Settings) -> int:
     """Ranks that hold one copy of the model: tensor × pipeline × context."""
     product = 1
@@ -158,6 +171,11 @@ def parse_wall_time(text: str) -> int | None:
         return (parts[0] * 60 + parts[1]) * 60 + parts[2] or None
     minutes, seconds = [*parts, 0][:2]
     return minutes * 60 + seconds or None
+
+
+def parse_instant(text: str) -> float:
+    """Seconds since the epoch of an ISO time, local unless it says otherwise. ValueError."""
+    return datetime.fromisoformat(text).timestamp()
 
 
 def shaping_settings(settings: Settings) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def _check_options(at: Path, section: Slurm) -> Iterator[Problem]:
         yield Problem((*at, "fallback", "after"), "is not a wall time", _TIME_FIX, fallback.after)
     if fallback is not None and fallback.partition is None and fallback.qos is None:
         rule = "names neither a partition nor a qos"
-        yield Problem((*at, "fallback"), rule, "name where to go", None)
+        yield Problem((*at, "fallback"), rule, "name where to go")
     gpus = section.gpus_per_node
     if isinstance(gpus, str) and not _GPUS.fullmatch(gpus):
         rule = "must be a number, or a type and a number"
@@ -134,6 +134,9 @@ def _check_wall_time(settings: Settings, kind: str) -> Iterator[Problem]:
     time, signal_s = options.get("time"), stage_signal_s(settings, kind)
     seconds = stage_time_s(settings, kind)
     if seconds is None:
+        if time == AUTO:
+            fix = "set slurm.time_max to the partition's limit (`slurm-rl doctor` prints it)"
+            yield Problem(path, "has no time_max to stay within", fix, time)
         return
     if seconds <= signal_s:
         rule = f"is not longer than {kind}'s signal_s = {signal_s} s"

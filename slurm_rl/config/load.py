@@ -7,7 +7,7 @@ whether models, data and images are there is for preflight.py. It imports nothin
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as File
 from typing import Any
@@ -83,6 +83,35 @@ def load_config(path: File | str, overrides: Sequence[str] = ()) -> LoadedConfig
     raise_problems(problems, origins)
     assert settings is not None
     return LoadedConfig(file, text, settings, tuple(overrides), site_path, site_text, origins)
+
+
+def change_settings(
+    data: Mapping[str, Any], overrides: Sequence[str]
+) -> tuple[Settings, dict[str, Any]]:
+    """A run's settings with `overrides` (`a.b=c`) merged in, and the overrides by dotted path.
+
+    data: settings as `run.json` holds them. Raises ConfigError, a line for each problem.
+    """
+    cwd = File.cwd()
+    run = _Layer(dict(data), {(): "run.json"}, [])
+    layers = [_make_layer(_parse_override(item), cwd, cwd) for item in overrides]
+    merged, origins = _merge_layers([run, *layers], "run.json")
+    raise_problems((p for layer in layers for p in layer.problems), origins)
+    settings, problems = validate_settings(merged)
+    if settings is not None:
+        problems = check_settings(settings)
+    raise_problems(problems, origins)
+    assert settings is not None
+    values = {".".join(path): value for layer in layers for path, value in _leaves(layer.data, ())}
+    return settings, values
+
+
+def _leaves(data: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[tuple[Any, Any]]:
+    for name, value in data.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, (*above, name))
+        else:
+            yield (*above, name), value
 
 
 def _absolute(file: File) -> File:

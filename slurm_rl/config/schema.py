@@ -250,6 +250,11 @@ class Train(Stage):
         default_factory=dict,
         description="Megatron-core's own names: layout, optimizer (lr, …), model, DDP.",
     )
+    save_steps: Positive | None = Field(
+        None,
+        description="Optimizer steps between saves inside a train stage; unset: a stage that is"
+        " killed starts again from its inputs.",
+    )
     check_first_ratio: Annotated[float, Field(gt=0)] = Field(
         1e-4, description="Largest |ratio - 1| accepted before the first optimizer step."
     )

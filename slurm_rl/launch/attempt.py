@@ -6,8 +6,11 @@ everything it names is whole. The next attempt starts in a directory of its own.
 
 from __future__ import annotations
 
-import json
+import dataclasses
+import functools
+import itertools
 import logging
+import math
 import time
 from collections.abc import Generator
 from enum import Enum
@@ -15,33 +18,56 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurm_rl import __version__
+from slurm_rl.chain.history import plan_deadline, read_durations
 from slurm_rl.chain.observe import read_current
-from slurm_rl.errors import CorruptError, SlurmRlError, StorageError
+from slurm_rl.chain.usage import read_iteration, read_total
+from slurm_rl.errors import CorruptError, StorageError
+from slurm_rl.launch.input_lease import InputLease
+from slurm_rl.launch.results import Failure, await_result, read_failure
 from slurm_rl.storage.claims import (
     AttemptEnd,
     attempt_dir,
     is_superseded,
+    read_elapsed,
+    read_end,
     write_end,
     write_heartbeat,
 )
 from slurm_rl.storage.commits import (
+    has_commit,
     make_content,
     publish_commit,
     read_commit,
     read_stage_commit,
     resolve_input,
 )
-from slurm_rl.storage.control import Control, Halt, write_halt
-from slurm_rl.storage.durable import wait_for_size, write_file
-from slurm_rl.types import Claim, Input, Order, Result, Slot, dump_record, parse_order, parse_result
+from slurm_rl.storage.control import Control, Halt, read_control, write_halt
+from slurm_rl.storage.durable import write_file
+from slurm_rl.types import (
+    KEPT,
+    Claim,
+    Input,
+    Order,
+    Result,
+    Slot,
+    dump_record,
+    parse_order,
+)
 
 if TYPE_CHECKING:
-    from slurm_rl.launch.supervisor import Payload, Supervisor
+    from slurm_rl.launch.duty import Payload
+    from slurm_rl.launch.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
 #: Exit statuses of a program that was told to stop by somebody else (SIGTERM).
 _STOPPED_BY_SIGNAL = (-15, 143)
+#: Attempts in a row without space after which the run halts. Others' scratch files, or a collection
+#: that was due, may make room within minutes; but a quota does not grow by itself, and each try
+#: costs the start of the stage's whole allocation.
+SPACE_TRIES = 3
+#: Waits between tries to publish what may have taken hours to compute.
+_PUBLISH_WAITS_S = (5.0, 20.0, 60.0)
 
 
 class AttemptOutcome(Enum):
@@ -73,34 +99,44 @@ class Attempt:
         self.earlier = earlier
         self.folder = attempt_dir(self.run_dir, slot, claim)
         self.started = time.time()
+        self.began = supervisor.monotonic()
+        self.settings_digest = ""
+        self.versions: dict[str, str] = {}  # libraries of the same kind of stage before this one
         self.parents: dict[str, str] = {}  # role -> digest of the input; known with the order
+        self.lease = InputLease(self.run_dir, supervisor.chain.clock, supervisor.monotonic)
 
     def run(self) -> Generator[float, None, AttemptOutcome]:
         """Start the program, watch it, publish what it leaves."""
         try:
+            self.supervisor.check_space(self.slot, self.control)
             order_path = self._write_order()
             payload = self.supervisor.runner.start(order_path, kind=self.slot.kind)
         except Exception as error:  # whatever keeps the program from starting: say it
-            return self._fail(getattr(error, "blame", "system"), type(error).__name__, str(error))
+            blame = getattr(error, "blame", "system")
+            return self._fail(Failure(blame, type(error).__name__, str(error)))
         if not self.slot.shard:
             self.supervisor.advance_beside()  # one task of an array is enough
-        outcome = yield from self._watch(payload)
+        try:
+            outcome = yield from self._watch(payload)
+        except BaseException:
+            payload.kill()  # nobody watches it any more
+            raise
         if outcome is not None:
             return outcome
-        return self._conclude(payload.poll())
+        return (yield from self._conclude(payload.poll()))
 
-    def _conclude(self, status: int | None) -> AttemptOutcome:
+    def _conclude(self, status: int | None) -> Generator[float, None, AttemptOutcome]:
         """What the program's end means. Its own word counts for more than its exit status.
 
         When one rank fails, srun ends the others by SIGTERM, and may report that as the status.
         """
         if status == 0:
-            return self._publish()
-        blame, error, message = self._read_failure(status)
-        told_to_stop = error == "Stopped" or (error == "Exit" and status in _STOPPED_BY_SIGNAL)
-        if told_to_stop:
+            return (yield from self._publish())
+        failure = read_failure(self.folder, status, fs=self.run_dir.fs)
+        by_signal = failure.error == "Exit" and status in _STOPPED_BY_SIGNAL
+        if failure.error == "Stopped" or by_signal:
             return self._stop(self.supervisor.job.stop or "the program was told to stop")
-        return self._fail(blame, error, message)
+        return self._fail(failure)
 
     # -- before -------------------------------------------------------------------------------
 
@@ -108,6 +144,8 @@ class Attempt:
         inputs = self._resolve_inputs()
         self.parents = _digests_of(inputs)
         graph = self.supervisor.chain.graph
+        settings = self.supervisor.settle(self.control, self.slot.stage)
+        self.settings_digest = settings.digest
         order = Order(
             run_dir=str(self.run_dir.root),
             run_id=self.supervisor.run_id,
@@ -115,12 +153,13 @@ class Attempt:
             iteration=self.slot.iteration,
             timeline=self.slot.timeline,
             attempt_dir=str(self.folder),
-            settings_path=str(self.run_dir.settings_path),
-            code_dir=self.supervisor.code_dir,
+            settings_path=settings.path,
+            code_dir=settings.code_dir,
             inputs=inputs,
             shard=self.slot.shard or 0,
             num_shards=graph.node(self.slot.kind).num_shards,
             earlier_attempts=self._earlier_with_same_inputs(),
+            versions=self.versions if settings.same_versions else {},
         )
         path = self.folder / "order.json"
         write_file(path, dump_record(order), fs=self.run_dir.fs)
@@ -128,13 +167,16 @@ class Attempt:
 
     def _resolve_inputs(self) -> dict[str, Input]:
         chain = self.supervisor.chain
-        inputs = {}
-        for role, ref in chain.graph.parents(self.slot.stage).items():
+        inputs, refs = {}, chain.graph.parents(self.slot.stage)
+        self.lease.take(self.slot, refs, self.control)
+        for role, ref in refs.items():
             commit = read_current(self.run_dir, chain.graph, self.control, ref)
             if commit is None:
                 raise CorruptError(f"{ref}: its commit is gone")
             place = Slot(ref.iteration, ref.kind, self.control.timeline_of(ref))
             inputs[role] = resolve_input(self.run_dir, role, ref, place, commit)
+            if ref.kind == self.slot.kind:
+                self.versions |= commit.provenance.get("versions", {})
         return inputs
 
     def _earlier_with_same_inputs(self) -> list[str]:
@@ -155,7 +197,7 @@ class Attempt:
     def _watch(self, payload: Payload) -> Generator[float, None, AttemptOutcome | None]:
         """Beat and look until the program ends (None), or until we must end it."""
         clock, timing = self.supervisor.monotonic, self.supervisor.timing
-        deadline_s = self.supervisor.deadlines.get(self.slot.kind)
+        deadline_s = self._deadline_s()
         began = clock()
         beat, counter = began, 0
         while payload.poll() is None:
@@ -170,16 +212,26 @@ class Attempt:
                 if payload.poll() == 0:
                     return None  # it was done before it heard
                 return self._stop(self.supervisor.job.stop)
-            if deadline_s is not None and now - began > deadline_s:
+            if now - began > deadline_s:
                 payload.kill()
-                return self._fail("system", "Deadline", f"ran longer than {deadline_s:.0f} s")
+                message = f"ran longer than {deadline_s:.0f} s"
+                return self._fail(Failure("system", "Deadline", message))
             yield timing.poll_s
         return None
+
+    def _deadline_s(self) -> float:
+        """Seconds after which the program is taken to hang."""
+        longest_s = self.supervisor.deadlines.get(self.slot.kind, math.inf)
+        graph, iteration = self.supervisor.chain.graph, self.slot.iteration
+        past = read_durations(self.run_dir, graph, self.control, self.slot.kind, before=iteration)
+        return plan_deadline(past, longest_s=longest_s)
 
     def _beat(self, counter: int) -> bool:
         """Show that we live; False if somebody else has the slot now."""
         try:
-            write_heartbeat(self.run_dir, self.slot, self.claim, counter)
+            elapsed_s = self.supervisor.monotonic() - self.began
+            write_heartbeat(self.run_dir, self.slot, self.claim, counter, elapsed_s=elapsed_s)
+            self.lease.beat()
             return not is_superseded(self.run_dir, self.slot, self.claim)
         except (OSError, StorageError) as error:
             logger.warning("heartbeat: %s", error)  # a full disk must not end the work
@@ -196,21 +248,36 @@ class Attempt:
 
     # -- after --------------------------------------------------------------------------------
 
-    def _publish(self) -> AttemptOutcome:
-        try:
-            result = self._read_result()
-        except CorruptError as error:
-            return self._fail("system", "CorruptError", str(error))
+    def _publish(self) -> Generator[float, None, AttemptOutcome]:
         supervisor = self.supervisor
-        content = make_content(
-            self.slot, result, parents=self.parents, settings_digest=supervisor.settings_digest
-        )
+        clock, patience_s = supervisor.monotonic, supervisor.timing.visible_s
         try:
-            won = publish_commit(
-                self.run_dir, self.slot, content=content, provenance=self._provenance(result)
+            result = yield from await_result(
+                self.folder,
+                fs=self.run_dir.fs,
+                clock=clock,
+                patience_s=patience_s,
+                beat=functools.partial(self._beat, -1),
             )
-        except (SlurmRlError, OSError) as error:
-            return self._fail("system", type(error).__name__, f"publishing the commit: {error}")
+        except (StorageError, OSError) as error:
+            return self._fail(Failure("system", type(error).__name__, str(error)))
+        content = make_content(
+            self.slot, result, parents=self.parents, settings_digest=self.settings_digest
+        )
+        provenance = self._provenance(result)
+        for wait_s in (*_PUBLISH_WAITS_S, None):
+            try:
+                won = publish_commit(
+                    self.run_dir, self.slot, content=content, provenance=provenance
+                )
+                break
+            except (StorageError, OSError) as error:
+                if wait_s is None:
+                    message = f"publishing the commit: {error}"
+                    return self._fail(Failure("system", type(error).__name__, message))
+                logger.warning("%s: %s; once more in %.0f s", self.slot, error, wait_s)
+            self._beat(-1)
+            yield wait_s
         if not won:
             return self._lose("somebody else committed first")
         logger.info("%s: committed", self.slot)
@@ -220,20 +287,6 @@ class Attempt:
             ref, timeline = self.slot.stage, self.slot.timeline
             read_stage_commit(self.run_dir, ref, timeline=timeline, num_shards=num_shards)
         return AttemptOutcome.COMMITTED
-
-    def _read_result(self) -> Result:
-        path = self.folder / "result.json"
-        try:
-            result = parse_result(self.run_dir.fs.read(path))
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise CorruptError(f"{path}: exit status 0, but no result ({error})") from error
-        for entry in result.files:
-            size = wait_for_size(self.folder / entry.path, entry.size_bytes)
-            if size != entry.size_bytes:
-                raise CorruptError(
-                    f"{self.folder / entry.path}: {size} bytes, but {entry.size_bytes} were written"
-                )
-        return result
 
     def _provenance(self, result: Result) -> dict[str, Any]:
         job = self.supervisor.job
@@ -247,38 +300,65 @@ class Attempt:
             "node": job.node,
             "started": self.started,
             "ended": time.time(),
+            "startup_s": round(self.supervisor.startup_s, 3),
+            "committed": self._now(),
+            "gpu_s": self._gpu_s(),
             "slurm_rl": __version__,
             "metrics": result.metrics,
         }
 
-    def _read_failure(self, status: int | None) -> tuple[str, str, str]:
-        """Blame, error and message of a program that ended with `status`."""
-        try:
-            raw = json.loads(self.run_dir.fs.read(self.folder / "failure.json"))
-            message = str(raw["message"])
-            hint = str(raw.get("hint", ""))
-            return str(raw["blame"]), str(raw["error"]), f"{message}; {hint}" if hint else message
-        except (OSError, ValueError, KeyError, TypeError):
-            how = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
-            return "system", "Exit", f"the program ended with {how}; see {self.folder}"
+    def _gpu_s(self) -> float:
+        """GPU seconds of the run up to the end of this iteration, if this is its last stage."""
+        chain, iteration = self.supervisor.chain, self.slot.iteration
+        gpus = dict(chain.spec.gpus).get(self.slot.kind, 0)
+        if not gpus or self.slot.stage != chain.graph.last_stage(iteration):
+            return 0.0
+        own_s = gpus * (self.supervisor.monotonic() - self.began)
+        known_s = gpus * read_elapsed(self.run_dir, self.slot, self.claim)  # up to the last beat
+        args = self.run_dir, chain.graph, self.control
+        others_s = read_iteration(*args, chain.spec, iteration) - known_s
+        return round(read_total(*args, iteration - 1) + others_s + own_s, 1)
 
-    def _fail(self, blame: str, error: str, message: str) -> AttemptOutcome:
+    def _fail(self, failure: Failure) -> AttemptOutcome:
         """Leave word; what is the user's to mend halts the run instead of being tried again."""
+        if self._is_out_of_date():
+            return self._lose(f"out of date; {failure.message}")
+        blame, error, message = failure.blame, failure.error, failure.message
         logger.error("%s: %s: %s", self.slot, error, message)
-        self._say(AttemptEnd("failed", blame, error, message))
-        if blame == "user":
-            hint = f"mend it, then `slurm-rl resume {self.run_dir.root}`"
+        is_full = error == "SpaceError" and self._num_space_errors() + 1 >= SPACE_TRIES
+        self._say(AttemptEnd("failed", blame, error, message, failure.node, place=failure.place))
+        if blame == "user" or is_full:
+            root = self.run_dir.root
+            hint = f"mend it, then `slurm-rl resume {root}`"
             if error in ("RewardError", "ConfigError"):
-                hint = "settings and code are fixed in a run: mend yours, start another (run.name)"
-            halt = Halt(f"{self.slot}: {message}", hint, str(self.folder), time.time())
+                hint = f"`slurm-rl set {root} KEY=VALUE` or `code=FOLDER` adopts what you mended,"
+                hint += f" then `slurm-rl resume {root}`"
+            halt = Halt(f"{self.slot}: {message}", hint, str(self.folder), self._now())
             write_halt(self.run_dir, halt)
         return AttemptOutcome.FAILED
+
+    def _is_out_of_date(self) -> bool:
+        """Whether nobody waits for this attempt any more: what it met must halt nothing."""
+        run, slot = self.run_dir, self.slot
+        if is_superseded(run, slot, self.claim) or has_commit(run, slot):
+            return True
+        return read_control(run).timeline_of(slot.stage) != slot.timeline
+
+    def _num_space_errors(self) -> int:
+        """How many of the attempts just before this one found no space either."""
+        ends = (read_end(self.run_dir, self.slot, claim) for claim in reversed(self.earlier))
+        full = itertools.takewhile(lambda end: end is not None and end.error == "SpaceError", ends)
+        return sum(1 for _ in full)
 
     def _stop(self, why: str) -> AttemptOutcome:
         if is_superseded(self.run_dir, self.slot, self.claim):
             return self._lose(f"superseded; {why}")
         logger.info("%s: stopped: %s", self.slot, why)
-        self._say(AttemptEnd("timed_out" if why == "time limit" else "stopped", message=why))
+        # What was kept is not done again: that is progress, not one more time-out.
+        kept = (path for pattern in KEPT for path in self.folder.glob(pattern))
+        has_moved = any(path.stat().st_size for path in kept)
+        timed_out = why == "time limit" and not has_moved
+        self._say(AttemptEnd("timed_out" if timed_out else "stopped", message=why))
         return AttemptOutcome.STOPPED
 
     def _lose(self, why: str) -> AttemptOutcome:
@@ -287,19 +367,25 @@ class Attempt:
         self._say(AttemptEnd("superseded", message=why))
         return AttemptOutcome.SUPERSEDED
 
+    def _now(self) -> float:
+        """By the file system's clock; for words to people, by this node's where that cannot be."""
+        try:
+            return self.supervisor.chain.clock()
+        except (OSError, StorageError):
+            return time.time()
+
     def _say(self, end: AttemptEnd) -> None:
-        word = AttemptEnd(
-            end.outcome,
-            end.blame,
-            end.error,
-            end.message,
-            self.supervisor.job.node,
-            self.supervisor.chain.clock(),
+        word = dataclasses.replace(
+            end,
+            node=end.node or self.supervisor.job.node,
+            ended=self._now(),
+            elapsed_s=round(self.supervisor.monotonic() - self.began, 1),
         )
         try:
             write_end(self.run_dir, self.slot, self.claim, word)
         except (OSError, StorageError) as error:
             logger.warning("%s: cannot leave word: %s", self.slot, error)
+        self.lease.drop()
 
 
 def _digests_of(inputs: dict[str, Input]) -> dict[str, str]:

@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 import functools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from slurm_rl.chain.advance import Chain
+from slurm_rl.chain.advance import Ask, Chain
+from slurm_rl.chain.gc import Keeper
 from slurm_rl.chain.graph import build_graph
-from slurm_rl.chain.plan import Spec
 from slurm_rl.chain.scheduler import Scheduler
-from slurm_rl.config.derive import settings_digest
+from slurm_rl.chain.view import Spec
+from slurm_rl.config.derive import (
+    AUTO,
+    STAGE_KINDS,
+    num_gpus,
+    parse_instant,
+    parse_wall_time,
+    stage_fallback,
+    stage_slurm,
+    stage_time_s,
+)
 from slurm_rl.config.schema import Settings
-from slurm_rl.errors import FormatError
-from slurm_rl.launch.supervisor import Timing
+from slurm_rl.launch.duty import Timing
+from slurm_rl.launch.stage_settings import parse_settings
+from slurm_rl.storage.control import read_control
 from slurm_rl.storage.rundir import RunDir, RunIdentity, filesystem_now, read_identity
 
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run that exists, ready to be looked at or moved on."""
+    """A run that exists, ready to be looked at or moved on.
+
+    settings:   the newest ones.
+    may_submit: whether this process may submit jobs of it.
+    """
 
     run: RunDir
     identity: RunIdentity
     settings: Settings
-
-    @functools.cached_property
-    def settings_digest(self) -> str:
-        return settings_digest(self.settings)
+    may_submit: bool = True
 
     @functools.cached_property
     def chain(self) -> Chain:
@@ -41,35 +50,42 @@ class OpenRun:
             spec=make_spec(settings, self.identity.short_id),
             scheduler=make_scheduler(settings, self.run),
             clock=functools.partial(filesystem_now, self.run),
+            exact_clock=functools.partial(self.run.fs.now, self.run.control_dir),
+            asks=make_asks(settings),
+            may_submit=self.may_submit,
         )
 
-    @property
-    def code_dir(self) -> str:
-        digest = self.identity.code_digest
-        return str(self.run.code_dir(digest)) if digest else ""
+    @functools.cached_property
+    def keeper(self) -> Keeper:
+        rules, name = self.settings.retention, f"{self.identity.name}-{self.identity.run_id}"
+        return Keeper(
+            run=self.run,
+            graph=self.chain.graph,
+            rules=rules,
+            window=self.settings.chain.window,
+            clock=self.chain.clock,
+            archive=None if rules.archive is None else Path(rules.archive) / name,
+        )
 
 
 def open_run(root: Path) -> OpenRun:
     """The run at `root`. Raises NoRunError, FormatError or CorruptError."""
     run = RunDir(root.absolute())
     identity = read_identity(run)
-    return OpenRun(run, identity, parse_settings(identity))
+    return OpenRun(run, identity, parse_settings(identity, read_control(run)))
 
 
-def parse_settings(identity: RunIdentity) -> Settings:
-    """The settings that the run was made with; what did not exist then has its default.
-
-    Raises FormatError if there is one that this slurm-rl does not know.
-    """
-    try:
-        return Settings.model_validate_json(json.dumps(identity.settings))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise FormatError(
-            f"run.json: settings.{where} means nothing to this slurm-rl",
-            hint=f"use slurm-rl {identity.code_version or 'of the run'}, which made the run",
-        ) from error
+def make_asks(settings: Settings) -> dict[str, Ask]:
+    """What the jobs of each stage kind leave to be learnt, and within which limit."""
+    if settings.launcher != "slurm":
+        return {}
+    asks = {}
+    for kind in STAGE_KINDS:
+        is_auto = stage_slurm(settings, kind).get("time") == AUTO
+        signal_s = settings.stage(kind).slurm.signal_s or settings.slurm.signal_s
+        if kind != "tick" and (is_auto or signal_s is None):
+            asks[kind] = Ask(is_auto, stage_time_s(settings, kind), signal_s)
+    return asks
 
 
 def make_spec(settings: Settings, short_id: str) -> Spec:
@@ -85,7 +101,24 @@ def make_spec(settings: Settings, short_id: str) -> Spec:
         # A local run is watched by whoever started it; elsewhere ticks need sbatch on the nodes.
         ticks=settings.launcher == "slurm" and settings.submit_from == "anywhere",
         max_submit_jobs=settings.max_submit_jobs,
+        max_stops=chain.max_stops,
+        exclude_s=chain.exclude_s if settings.launcher == "slurm" else 0.0,
+        fallbacks=_fallbacks(settings),
+        gpus=tuple((kind, num_gpus(settings, kind)) for kind in STAGE_KINDS),
+        gpu_hours=chain.budget.gpu_hours,
+        until=None if chain.budget.until is None else parse_instant(chain.budget.until),
+        submits=settings.submit_from == "anywhere",
     )
+
+
+def _fallbacks(settings: Settings) -> tuple[tuple[str, float], ...]:
+    found = []
+    for kind in STAGE_KINDS:
+        fallback = stage_fallback(settings, kind)
+        after_s = None if fallback is None else parse_wall_time(fallback.after)
+        if after_s is not None and kind != "tick" and settings.launcher == "slurm":
+            found.append((kind, float(after_s)))
+    return tuple(found)
 
 
 def make_scheduler(settings: Settings, run: RunDir) -> Scheduler:

@@ -1,4 +1,5 @@
-"""The process of a job: `python -m slurm_rl.launch.job link RUN INTENT NAME` or `… tick RUN NAME`.
+"""The process of a job: `python -m slurm_rl.launch.job link RUN INTENT NAME [SIGNAL_S]`, or
+`… tick RUN NAME`.
 
 Under Slurm it is the batch process itself (the job's script execs it), so that it receives what
 `--signal=B:…` sends. It drives the supervisor's generator with real time and real signals.
@@ -6,34 +7,48 @@ Under Slurm it is the batch process itself (the job's script execs it), so that 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import importlib
 import logging
 import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+from slurm_rl.chain.gc import collect_quietly
 from slurm_rl.chain.graph import Graph, Link
 from slurm_rl.config.derive import STAGE_KINDS, stage_signal_s, stage_time_s
 from slurm_rl.config.schema import Settings
-from slurm_rl.errors import CorruptError, SlurmRlError
+from slurm_rl.errors import CorruptError, SlurmRlError, StorageError
 from slurm_rl.launch import local
 from slurm_rl.launch.build import OpenRun, make_timing, open_run
+from slurm_rl.launch.duty import Job
 from slurm_rl.launch.payload import LocalRunner, SrunRunner
 from slurm_rl.launch.shape import fits
-from slurm_rl.launch.supervisor import EXIT_DONE, Job, Supervisor
+from slurm_rl.launch.stage_settings import find_stage_settings
+from slurm_rl.launch.supervisor import TIME_LIMIT, Supervisor
 from slurm_rl.launch.tick import tick_life
+from slurm_rl.storage.control import read_control
+from slurm_rl.storage.owner import current_user, owner_of, share_with_group
 from slurm_rl.storage.rundir import write_copies
+from slurm_rl.storage.space import check_stage_space
 
 logger = logging.getLogger("slurm_rl.launch.job")
 
 _STOP_REASONS = {
     signal.SIGTERM: "told to stop",
     signal.SIGINT: "interrupted",
-    signal.SIGUSR1: "time limit",
+    signal.SIGUSR1: TIME_LIMIT,
+}
+#: First word -> module and function: jobs by which `slurm-rl doctor` looks at the site.
+_DOCTOR_JOBS = {
+    "probe": ("slurm_rl.launch.probe_node", "run_probe"),
+    "check": ("slurm_rl.launch.stage_check", "run_check_job"),
 }
 #: Slurm sends the warning up to a minute early, and acts on its limits every half minute.
 _SIGNAL_EARLY_S = 120.0
@@ -50,28 +65,52 @@ def main(argv: list[str]) -> int:
             local.wait_turn(Path(spool))
         if argv[0] == "tick":
             return _run_tick(Path(argv[1]), argv[2])
-        return _run_link(Path(argv[1]), argv[2], argv[3])
+        if argv[0] in _DOCTOR_JOBS:
+            return _run_doctor_job(argv)
+        return _run_link(Path(argv[1]), argv[2], argv[3], argv[4:])
     except SlurmRlError as error:
         logger.error("%s", error)
         return error.exit_code
-    finally:
-        if spool:
-            local.forget(Path(spool))
+    except OSError as error:
+        logger.error("%s", error)
+        return StorageError.exit_code
+
+
+def _run_doctor_job(argv: list[str]) -> int:
+    """A job of `slurm-rl doctor`: it belongs to no run's chain, and claims nothing."""
+    module, name = _DOCTOR_JOBS[argv[0]]
+    program: Callable[[list[str]], int] = getattr(importlib.import_module(module), name)
+    return program(argv[1:])
+
+
+def _open(root: Path) -> OpenRun:
+    """The run, for a job: it submits nothing where jobs may not, or once another has the run."""
+    opened = open_run(root)
+    share_with_group(opened.settings.run.group)
+    is_ours = owner_of(opened.identity, read_control(opened.run)) == current_user()
+    may_submit = opened.settings.submit_from == "anywhere" and is_ours
+    return dataclasses.replace(opened, may_submit=may_submit)
 
 
 def _run_tick(root: Path, name: str) -> int:
-    opened = open_run(root)
-    for wait_s in tick_life(opened.chain, name):
-        time.sleep(wait_s)
-    return EXIT_DONE
+    opened = _open(root)
+    collect = functools.partial(collect_quietly, opened.keeper)
+    life = tick_life(opened.chain, name, collect=collect)
+    while True:
+        try:
+            time.sleep(next(life))
+        except StopIteration as end:
+            return int(end.value)
 
 
-def _run_link(root: Path, intent: str, name: str) -> int:
-    opened = open_run(root)
+def _run_link(root: Path, intent: str, name: str, signal_s: Sequence[str]) -> int:
+    """`signal_s`: the warning before the time limit that was asked for, if it was learnt."""
+    opened = _open(root)
     if not opened.run.settings_path.exists():
         write_copies(opened.run, opened.identity)
     job = make_job(opened.chain.graph, root / intent, name, dict(os.environ))
-    _stop_on_signals(job, opened.settings, os.environ)
+    asked_s = float(signal_s[0]) if signal_s else None
+    _stop_on_signals(job, opened.settings, os.environ, asked_s)
     supervisor = make_supervisor(opened, job)
     supervisor.intent = root / intent
     return drive(supervisor, job)
@@ -101,17 +140,19 @@ def make_job(graph: Graph, intent: Path, name: str, env: dict[str, str]) -> Job:
 def make_supervisor(opened: OpenRun, job: Job) -> Supervisor:
     settings = opened.settings
     is_slurm = settings.launcher == "slurm"
+    started, kind = time.time(), job.link.kinds[-1]
     kinds = [kind for kind in STAGE_KINDS if kind != "tick"]
     return Supervisor(
         chain=opened.chain,
         job=job,
         runner=SrunRunner(settings) if is_slurm else LocalRunner(settings),
         run_id=opened.identity.run_id,
-        settings_digest=opened.settings_digest,
+        settle=functools.partial(find_stage_settings, opened.run, opened.identity),
         timing=make_timing(settings),
         monotonic=time.monotonic,
         fits=lambda kind: fits(settings, have=job.link.kinds[-1], need=kind),
-        code_dir=opened.code_dir,
+        left_s=functools.partial(left_of_job, settings, kind, os.environ, started),
+        check_space=functools.partial(check_stage_space, opened.run, settings),
         deadlines={kind: settings.stage(kind).deadline_s for kind in kinds},
     )
 
@@ -142,11 +183,13 @@ def left_of_job(settings: Settings, kind: str, env: Mapping[str, str], started: 
     return math.inf if limit_s is None else started + limit_s - now
 
 
-def _stop_on_signals(job: Job, settings: Settings, env: Mapping[str, str]) -> None:
+def _stop_on_signals(
+    job: Job, settings: Settings, env: Mapping[str, str], signal_s: float | None = None
+) -> None:
     """Note why the job must end soon. USR1 is the warning before the time limit; but a site with
     `preempt_send_user_signal` sends it at a preemption too."""
     started, kind = time.time(), job.link.kinds[-1]
-    near_s = stage_signal_s(settings, kind) + _SIGNAL_EARLY_S
+    near_s = (signal_s or stage_signal_s(settings, kind)) + _SIGNAL_EARLY_S
 
     def stop(number: int, frame: FrameType | None) -> None:
         reason = _STOP_REASONS[signal.Signals(number)]

@@ -27,6 +27,8 @@ from slurm_rl.storage.rundir import RunDir
 SPOOL_VARIABLE = "SLURM_RL_LOCAL_JOB"
 _APPEAR_S = 20.0
 _POLL_S = 0.05
+#: How long a job that is over is still shown.
+_MIN_JOB_AGE_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class SpoolEntry:
     pid: int
     started: str
     submitted: float
-    after: str | None = None
+    after: tuple[str, ...] = ()
     begin: float = 0.0
     task: int | None = None
     place: str = ""
@@ -105,7 +107,7 @@ class LocalScheduler:
                 jobs.append(QueuedJob(entry.job_id, entry.name, unknown, task=entry.task, raw=raw))
                 continue
             if not is_alive(entry):
-                forget(self.jobs_dir / f"{entry.job_id}.json")
+                jobs += self._describe_ended(entry)
                 continue
             running = (self.jobs_dir / f"{entry.job_id}.running").exists()
             jobs.append(
@@ -113,7 +115,7 @@ class LocalScheduler:
                     job_id=entry.job_id,
                     name=entry.name,
                     state=JobState.RUNNING if running else JobState.PENDING,
-                    after=(entry.after,) if entry.after and not running else (),
+                    after=() if running else tuple(entry.after),
                     age_s=time.time() - entry.submitted,
                     elapsed_s=time.time() - entry.submitted if running else 0.0,
                     nodes="localhost" if running else "",
@@ -123,14 +125,26 @@ class LocalScheduler:
             )
         return jobs
 
-    def cancel(self, job_ids: list[str]) -> None:
+    def _describe_ended(self, entry: SpoolEntry) -> list[QueuedJob]:
+        """A job that is over: shown for a while, as Slurm does, then forgotten."""
+        if time.time() - entry.submitted > _MIN_JOB_AGE_S:
+            forget(self.jobs_dir / f"{entry.job_id}.json")
+            return []
+        ended = JobState.ENDED
+        age_s = time.time() - entry.submitted
+        return [
+            QueuedJob(entry.job_id, entry.name, ended, age_s=age_s, task=entry.task, raw="ENDED")
+        ]
+
+    def cancel(self, job_ids: list[str], *, only_pending: bool = False) -> None:
         """End jobs: a waiting one at once, a running one by SIGTERM to its supervisor."""
         for entry in self.entries():
             if entry.job_id.partition("_")[0] in job_ids or entry.job_id in job_ids:
-                if is_alive(entry):
+                has_begun = (self.jobs_dir / f"{entry.job_id}.running").exists()
+                if is_alive(entry) and not (only_pending and has_begun):
                     os.kill(entry.pid, signal.SIGTERM)
 
-    def repoint(self, job_id: str, after: str | None) -> None:
+    def repoint(self, job_id: str, after: tuple[str, ...]) -> None:
         for entry in self.entries():
             if entry.job_id.partition("_")[0] == job_id:
                 changed = SpoolEntry(**{**asdict(entry), "after": after})
@@ -217,11 +231,7 @@ def process_start(pid: int) -> str:
     return "" if fields[0] in ("Z", "X") else fields[19]
 
 
-def _is_waiting(jobs_dir: Path, after: str | None) -> bool:
-    if after is None:
-        return False
-    for path in jobs_dir.glob(f"{after}*.json"):
-        entry = read_entry(path)
-        if entry is not None and is_alive(entry):
-            return True
-    return False
+def _is_waiting(jobs_dir: Path, after: tuple[str, ...]) -> bool:
+    paths = [path for job_id in after for path in jobs_dir.glob(f"{job_id}*.json")]
+    entries = [read_entry(path) for path in paths]
+    return any(entry is not None and is_alive(entry) for entry in entries)

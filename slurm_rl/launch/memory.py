@@ -9,6 +9,7 @@ were measured on a real Slurm 22.05:
 - a preemption's SIGTERM reaches the program alone; after the grace everything is killed, and the
   job goes back to the queue, from which it starts after `requeue_delay_s`;
 - a lost node's job is requeued (or fails) while its old processes may live on;
+- a job whose prolog fails ends before it begins, or is held;
 - a controller that is killed forgets what was submitted in its last second, and gives the ids to
   others;
 - an ended job stays visible for `min_job_age_s`.
@@ -32,9 +33,9 @@ from slurm_rl.errors import SchedulerUnavailable, SubmitDeferred, SubmitRefused
 from slurm_rl.launch.memory_process import Effect, Process, ProcessKilled, Program
 from slurm_rl.storage.fs import POSIX, Fs
 
-#: What the next submission meets: `refused` and `lost` make no job; `made` times out like `lost`,
-#: but the job is there.
-SUBMIT_FAULTS = ("refused", "lost", "made")
+#: What the next submission meets: `refused`, `deferred` (a limit) and `lost` make no job; `made`
+#: times out like `lost`, but the job is there.
+SUBMIT_FAULTS = ("refused", "deferred", "lost", "made")
 
 
 @dataclass
@@ -46,7 +47,7 @@ class MemoryJob:
     task: int | None
     submitted: float
     begin: float
-    after: str | None
+    after: tuple[str, ...]
     state: JobState = JobState.PENDING
     raw: str = "PENDING"
     node: str = ""
@@ -70,6 +71,9 @@ class Habits:
 
     time_limit_s: of a link's job; it is warned `warning_s` before.
     max_jobs:     jobs and tasks that may be in the queue.
+    user_signal:  a preemption warns the batch process too (`preempt_send_user_signal`).
+    tells_cancel: one can ask whether a running job was cancelled.
+    can_requeue:  jobs may be put back to the queue.
     """
 
     start_delay_s: float = 1.0
@@ -80,22 +84,31 @@ class Habits:
     time_limit_s: float | None = None
     warning_s: float = 120.0
     max_jobs: int | None = None
+    user_signal: bool = False
+    tells_cancel: bool = True
+    can_requeue: bool = True
 
 
 @dataclass
 class MemoryCluster:
     """A cluster of `nodes` (name -> jobs that fit on it; ticks need no room).
 
+    fallback_nodes: nodes of the partition that jobs go to as a fallback.
+    start_faults:   what the next job to start meets: `held` (a failed prolog) or `ended`.
+
     program: makes the life of a job's process.
     fs:      the real file system below what processes see.
+    view:    what a process makes of `fs`: a node may see files late, or fail to reach them.
     before:  called before every effect of every process; it may do anything to the cluster,
              stall the process by letting time go on (`run_for`), or end it (`kill_process`).
     """
 
     program: Program
     nodes: dict[str, int] = field(default_factory=lambda: {"node1": 4, "node2": 4})
+    fallback_nodes: dict[str, int] = field(default_factory=dict)
     habits: Habits = field(default_factory=Habits)
     fs: Fs = POSIX
+    view: Callable[[Process, Fs], Fs] = lambda process, fs: fs
     before: Callable[[Process, Effect], None] | None = None
     now: float = 1_000_000.0
     jobs: list[MemoryJob] = field(default_factory=list)
@@ -103,6 +116,7 @@ class MemoryCluster:
     processes: list[Process] = field(default_factory=list)
     crashes: list[tuple[Process, Exception]] = field(default_factory=list)
     submit_faults: deque[str] = field(default_factory=deque)
+    start_faults: deque[str] = field(default_factory=deque)
     silent_until: float = 0.0
     down_nodes: set[str] = field(default_factory=set)
     next_id: int = 1
@@ -153,10 +167,13 @@ class MemoryCluster:
             raise SubmitRefused(f"{request.name}: refused")
         if fault == "lost":
             raise SchedulerUnavailable(f"{request.name}: the submission timed out")
+        if set(request.exclude) >= set(self._nodes_for(request)):
+            raise SubmitRefused(f"{request.name}: requested node configuration is not available")
         tasks: list[int | None] = list(request.shards) or [None]
         limit = self.habits.max_jobs
-        if limit is not None and len(self.live_jobs()) + len(tasks) > limit:
-            raise SubmitDeferred(f"{request.name}: {limit} jobs are in the queue")
+        is_full = limit is not None and len(self.live_jobs()) + len(tasks) > limit
+        if fault == "deferred" or is_full:
+            raise SubmitDeferred(f"{request.name}: too many jobs are in the queue")
         base_id = str(self.next_id)
         self.next_id += 1
         begin = self.now + max(request.begin_s or 0.0, self.habits.start_delay_s)
@@ -174,10 +191,12 @@ class MemoryCluster:
         self._answer()
         return [self._describe(job) for job in self.jobs if job.request.name.startswith(prefix)]
 
-    def cancel(self, job_ids: list[str]) -> None:
+    def cancel(self, job_ids: list[str], *, only_pending: bool = False) -> None:
         """End jobs: whole arrays by their base id, or single tasks."""
         self._answer()
         for job in [j for j in self.jobs if j.job_id in job_ids or j.base_id in job_ids]:
+            if only_pending and job.state is JobState.RUNNING:
+                continue
             if job.state is JobState.RUNNING and job.process is not None:
                 process = job.process
                 process.signal("told to stop")
@@ -186,7 +205,7 @@ class MemoryCluster:
             if job.state is not JobState.ENDED:
                 self.end_job(job, "CANCELLED")
 
-    def repoint(self, job_id: str, after: str | None) -> None:
+    def repoint(self, job_id: str, after: tuple[str, ...]) -> None:
         """Let a pending job wait for something else."""
         self._answer()
         waiting = (JobState.PENDING, JobState.HELD)
@@ -199,13 +218,14 @@ class MemoryCluster:
         """Whether the job was cancelled while it ran."""
         self._answer()
         job = self.find(job_id)
-        return job is not None and job.raw == "CANCELLED"
+        return self.habits.tells_cancel and job is not None and job.raw == "CANCELLED"
 
     def requeue(self, job_id: str) -> bool:
         """`scontrol requeue`: everything is told to stop, and the job is pending again."""
         self._answer()
         job = self.find(job_id)
-        if job is None or job.state is not JobState.RUNNING or job.process is None:
+        is_running = job is not None and job.state is JobState.RUNNING
+        if job is None or not is_running or job.process is None or not self.habits.can_requeue:
             return False
         process = job.process
         process.signal("requeued")
@@ -241,8 +261,10 @@ class MemoryCluster:
         self.at(0.0, lambda: self._wake(process))
 
     def kill_process(self, process: Process) -> None:
-        """SIGKILL: nothing of it runs any more, not even a handler."""
+        """SIGKILL to it and its program: nothing runs any more, not even a handler."""
         process.alive = False
+        if process.program is not None:
+            process.program.alive = False
 
     def back_to_queue(self, job: MemoryJob) -> None:
         """Pending again under the same id, for `requeue_delay_s` at least."""
@@ -260,7 +282,7 @@ class MemoryCluster:
         self.look_again()
 
     def _purge(self, job: MemoryJob) -> None:
-        if job in self.jobs:
+        if job in self.jobs and job.state is JobState.ENDED:
             self.jobs.remove(job)
 
     def _answer(self) -> None:
@@ -275,23 +297,35 @@ class MemoryCluster:
                     self._start_job(job, node)
 
     def _waits_for(self, job: MemoryJob) -> bool:
-        return job.after is not None and any(
-            other.base_id == job.after and other.state is not JobState.ENDED
-            for other in self.jobs
-            if other is not job
-        )
+        return any(self._is_live(job_id) for job_id in job.after if job_id != job.base_id)
+
+    def _is_live(self, base_id: str) -> bool:
+        return any(j.base_id == base_id and j.state is not JobState.ENDED for j in self.jobs)
+
+    def _nodes_for(self, request: LinkRequest) -> dict[str, int]:
+        return self.fallback_nodes if request.fallback and self.fallback_nodes else self.nodes
 
     def _find_room(self, job: MemoryJob) -> str | None:
-        for node, room in self.nodes.items():
+        for node, room in self._nodes_for(job.request).items():
+            if node in self.down_nodes or node in job.request.exclude:
+                continue
             used = sum(
                 other.node == node and not other.is_tick and other.state is JobState.RUNNING
                 for other in self.jobs
             )
-            if node not in self.down_nodes and (job.is_tick or used < room):
+            if job.is_tick or used < room:
                 return node
         return None
 
     def _start_job(self, job: MemoryJob, node: str) -> None:
+        fault = self.start_faults.popleft() if self.start_faults and job.request.command else ""
+        if fault == "held":
+            job.state = JobState.HELD
+            return
+        if fault == "ended":
+            job.started, job.node = self.now, node
+            self.end_job(job, "NODE_FAIL", 1)
+            return
         process = Process(self, name=job.request.name, node=node, job_id=job.job_id, task=job.task)
         process.command = job.request.command
         job.state, job.raw, job.node, job.process = JobState.RUNNING, "RUNNING", node, process
@@ -355,7 +389,7 @@ class MemoryCluster:
             name=job.request.name,
             state=job.state,
             reason=reason,
-            after=(job.after,) if waits and job.after is not None else (),
+            after=tuple(job_id for job_id in job.after if self._is_live(job_id)) if waits else (),
             age_s=self.now - job.submitted,
             elapsed_s=self.now - job.started if job.state is JobState.RUNNING else 0.0,
             nodes=job.node,

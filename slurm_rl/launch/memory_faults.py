@@ -7,13 +7,19 @@ from __future__ import annotations
 
 from slurm_rl.chain.scheduler import JobState, LinkRequest
 from slurm_rl.launch.memory import MemoryCluster, MemoryJob
+from slurm_rl.launch.memory_process import Process
 
 
 def preempt(cluster: MemoryCluster, job: MemoryJob) -> None:
-    """SIGTERM to the program, the grace, SIGKILL to everything, back to the queue."""
+    """SIGTERM to the program, the grace, SIGKILL to everything, back to the queue.
+
+    With `preempt_send_user_signal` the batch process is warned as before its time limit.
+    """
     process = job.process
     if process is None:
         return
+    if cluster.habits.user_signal:
+        process.signal("told to stop")
     process.signal_program()
 
     def finish() -> None:
@@ -22,6 +28,39 @@ def preempt(cluster: MemoryCluster, job: MemoryJob) -> None:
             cluster.back_to_queue(job)
 
     cluster.at(cluster.habits.grace_s, finish)
+
+
+def reach_time_limit(cluster: MemoryCluster, job: MemoryJob, *, warning_s: float) -> None:
+    """The job is warned now, and is at its time limit in `warning_s`."""
+    process = job.process
+    if process is None:
+        return
+    process.signal("time limit")
+
+    def finish() -> None:
+        cluster.kill_process(process)
+        if job.process is process:
+            cluster.end_job(job, "TIMEOUT")
+
+    cluster.at(warning_s, finish)
+
+
+def kill_program(process: Process) -> None:
+    """SIGKILL to the program alone, as the kernel does where memory runs out."""
+    if process.program is not None:
+        process.program.alive = False
+
+
+def kill_supervisor(cluster: MemoryCluster, job: MemoryJob, *, requeue: bool = False) -> None:
+    """SIGKILL to the batch process alone; its program goes on, and nobody listens."""
+    process = job.process
+    if process is None:
+        return
+    process.alive = False
+    if requeue:
+        cluster.back_to_queue(job)
+    else:
+        cluster.end_job(job, "FAILED", 137)
 
 
 def kill(cluster: MemoryCluster, job: MemoryJob, *, requeue: bool = False) -> None:
@@ -86,6 +125,13 @@ def crash_controller(cluster: MemoryCluster, *, within_s: float = 1.0, reissue: 
     return len(lost)
 
 
+def requeue_ended(cluster: MemoryCluster, job: MemoryJob) -> None:
+    """Somebody types `scontrol requeue` on a job that is over: it runs again, under its id."""
+    if job.state is JobState.ENDED and job in cluster.jobs:
+        job.exit_code = None
+        cluster.back_to_queue(job)
+
+
 def restore_as_pending(cluster: MemoryCluster, job: MemoryJob) -> None:
     """A controller's old state: a running job is pending again and will run twice."""
     if job.process is not None:
@@ -94,11 +140,12 @@ def restore_as_pending(cluster: MemoryCluster, job: MemoryJob) -> None:
         cluster.look_again()
 
 
-def submit_stranger(cluster: MemoryCluster, *, runs_s: float) -> str:
+def submit_stranger(cluster: MemoryCluster, *, runs_s: float, name: str = "stranger") -> str:
     """Somebody else's job takes the next id and keeps it for `runs_s`."""
-    job_id = cluster.submit(LinkRequest(name="stranger", command=()))
-    job = cluster.find(job_id)
-    assert job is not None
+    job_id, cluster.next_id = str(cluster.next_id), cluster.next_id + 1
+    request = LinkRequest(name=name, command=())
+    job = MemoryJob(job_id, request, None, cluster.now, cluster.now, ())
+    cluster.jobs.append(job)
     job.state, job.raw, job.started = JobState.RUNNING, "RUNNING", cluster.now
     cluster.at(runs_s, lambda: cluster.end_job(job, "COMPLETED", 0))
     return job_id

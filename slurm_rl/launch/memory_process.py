@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from slurm_rl.launch.memory import MemoryCluster
 
 #: Effects that change nothing: a kill before one is a kill before the next that does.
-READS = ("read", "list", "query")
+READS = ("read", "list", "size", "now", "query")
 
 Program = Callable[["Process"], Generator[float, None, int]]
 
@@ -46,6 +46,8 @@ class Process:
 
     on_stop:      called with the reason when the batch process gets a signal.
     on_terminate: called when the program (the payload) gets SIGTERM.
+    program:      the process that the program runs as, beside this one; it outlives this one only
+                  where nobody is left to end it.
     ticket:       changes whenever a sleep ends; a stale wake-up is told by it.
     """
 
@@ -58,6 +60,7 @@ class Process:
     on_stop: Callable[[str], None] | None = None
     on_terminate: Callable[[], None] | None = None
     on_exit: Callable[[int], None] | None = None
+    program: Process | None = None
     life: Generator[float, None, int] | None = None
     alive: bool = True
     is_executing: bool = False
@@ -67,7 +70,7 @@ class Process:
 
     def fs(self) -> Fs:
         """The shared file system as this process sees it."""
-        return ProcessFs(self, self.cluster.fs)
+        return ProcessFs(self, self.cluster.view(self, self.cluster.fs))
 
     def scheduler(self, run_name: str) -> ProcessScheduler:
         """The scheduler as this process sees it, for jobs of one run."""
@@ -93,8 +96,10 @@ class Process:
             self.on_terminate()
 
     def leave(self, code: int) -> None:
-        """The process ends by itself."""
+        """The process ends by itself, and what it started with it."""
         self.alive, self.exit_code = False, code
+        if self.program is not None:
+            self.program.alive = False
         if self.on_exit is not None:
             self.on_exit(code)
 
@@ -138,6 +143,10 @@ class ProcessFs:
         self.process.effect("unlink", str(path))
         self.inner.unlink(path)
 
+    def rmdir(self, path: Path) -> None:
+        self.process.effect("rmdir", str(path))
+        self.inner.rmdir(path)
+
     def mkdir(self, path: Path) -> None:
         self.process.effect("mkdir", str(path))
         self.inner.mkdir(path)
@@ -149,6 +158,14 @@ class ProcessFs:
     def list(self, path: Path) -> list[str]:
         self.process.effect("list", str(path))
         return self.inner.list(path)
+
+    def size(self, path: Path) -> int:
+        self.process.effect("size", str(path))
+        return self.inner.size(path)
+
+    def now(self, folder: Path) -> float:
+        self.process.effect("now", str(folder))
+        return self.inner.now(folder)
 
 
 @dataclass(frozen=True)
@@ -166,11 +183,11 @@ class ProcessScheduler:
         self.process.effect("query", self.run_name)
         return self.process.cluster.query(f"{self.run_name}.")
 
-    def cancel(self, job_ids: list[str]) -> None:
+    def cancel(self, job_ids: list[str], *, only_pending: bool = False) -> None:
         self.process.effect("cancel", ",".join(job_ids))
-        self.process.cluster.cancel(job_ids)
+        self.process.cluster.cancel(job_ids, only_pending=only_pending)
 
-    def repoint(self, job_id: str, after: str | None) -> None:
+    def repoint(self, job_id: str, after: tuple[str, ...]) -> None:
         self.process.effect("repoint", job_id)
         self.process.cluster.repoint(job_id, after)
 

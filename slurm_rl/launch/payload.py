@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -104,25 +104,46 @@ class SrunRunner:
 
 
 def stage_command(settings: Settings, order_path: Path, *, kind: str) -> list[str]:
-    """Arguments that run a stage's program, inside its container if it has one.
+    """Arguments that run a stage's program, inside its container if it has one."""
+    argv = [stage_interpreter(settings, kind), "-u", "-m", "slurm_rl.stages", str(order_path)]
+    return enter_stage(settings, argv, kind=kind, attempt_name=order_path.parent.name)
 
-    Under pyxis the list begins with srun's own `--container-…` options. What the order points
-    to is mounted at the same place inside.
+
+def stage_interpreter(settings: Settings, kind: str) -> str:
+    """The Python that a stage's program runs with, by its name inside the container."""
+    return stage_python(settings, kind) or sys.executable
+
+
+def enter_stage(
+    settings: Settings,
+    argv: Sequence[str],
+    *,
+    kind: str,
+    attempt_name: str,
+    env: Mapping[str, str] | None = None,
+    binds: Sequence[str] | None = None,
+) -> list[str]:
+    """`argv` inside the stage's container, if it has one.
+
+    Under pyxis the list begins with srun's own `--container-…` options. What an order points to
+    is mounted at the same place inside, unless `binds` says otherwise. env: more names that must
+    reach the program.
     """
-    python = stage_python(settings, kind) or sys.executable
     return render_payload_command(
-        [python, "-u", "-m", "slurm_rl.stages", str(order_path)],
+        argv,
         container=stage_container(settings, kind),
-        env=_own_environment(settings, kind),
-        attempt_name=order_path.parent.name,
+        env={**_own_environment(settings, kind), **(env or {})},
+        attempt_name=attempt_name,
         launcher=settings.launcher,
-        binds=_binds(settings),
+        binds=stage_binds(settings) if binds is None else binds,
     )
 
 
-def stage_environment(settings: Settings, kind: str, base: Mapping[str, str]) -> dict[str, str]:
-    """Environment of a stage's program: the job's, the stage's, and the user's secrets."""
-    own = _own_environment(settings, kind)
+def stage_environment(
+    settings: Settings, kind: str, base: Mapping[str, str], *, more: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Environment of a stage's program: the job's, the stage's, the user's secrets, and `more`."""
+    own = {**_own_environment(settings, kind), **(more or {})}
     return {**base, **render_payload_env(stage_container(settings, kind), own)}
 
 
@@ -131,7 +152,7 @@ def _own_environment(settings: Settings, kind: str) -> dict[str, str]:
     return {**env, **read_env_file(Path(settings.env_file))} if settings.env_file else env
 
 
-def _binds(settings: Settings) -> list[str]:
+def stage_binds(settings: Settings) -> list[str]:
     """Host paths that a stage's program reads or writes: the run, the model, the prompts."""
     paths = [str(settings.run_dir.absolute())]
     if settings.hf_checkpoint:

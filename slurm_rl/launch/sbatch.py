@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from slurm_rl.chain.scheduler import LinkRequest
-from slurm_rl.config.derive import num_ranks, stage_signal_s, stage_slurm
+from slurm_rl.chain.scheduler import LinkRequest, WallTime
+from slurm_rl.config.derive import AUTO, num_ranks, stage_fallback, stage_signal_s, stage_slurm
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import (
     ConfigError,
@@ -73,11 +73,13 @@ def plan_options(settings: Settings, request: LinkRequest) -> dict[str, Any]:
     ours["chdir"] = str(settings.run_dir)
     if not user.get("no_requeue"):
         ours["no_requeue" if user.pop("requeue", True) is False else "requeue"] = True
-    ours["signal"] = f"B:USR1@{stage_signal_s(settings, kind)}"
+    _learn_times(request.wall or WallTime(), ours, user, stage_signal_s(settings, kind))
+    if request.fallback:
+        _go_elsewhere(settings, kind, user)
     if request.shards:
         ours["array"] = format_ranges(request.shards)
-    if request.after is not None:
-        ours["dependency"] = f"afterany:{request.after}"
+    if request.after:
+        ours["dependency"] = "afterany:" + ":".join(request.after)
     if request.begin_s is not None:
         ours["begin"] = f"now+{math.ceil(request.begin_s)}"
     if request.exclude:
@@ -88,6 +90,36 @@ def plan_options(settings: Settings, request: LinkRequest) -> dict[str, Any]:
     if settings.gpu_request == "gres":
         _move_gpus(user)
     return ours | user
+
+
+def _learn_times(wall: WallTime, ours: dict[str, Any], user: dict[str, Any], signal_s: int) -> None:
+    """The warning before the time limit, and the limit itself where it is to be learnt."""
+    ours["signal"] = f"B:USR1@{wall.signal_s or signal_s}"
+    if user.get("time") == AUTO:
+        del user["time"]
+        if wall.limit_s is not None:
+            user["time"] = format_wall_time(wall.limit_s)
+        if wall.shortest_s is not None:
+            user.setdefault("time_min", format_wall_time(wall.shortest_s))
+
+
+def format_wall_time(seconds: int) -> str:
+    """Seconds as Slurm's `days-hours:minutes:seconds`.
+
+    >>> format_wall_time(90061)
+    '1-01:01:01'
+    """
+    minutes, rest = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{days}-{hours:02d}:{minutes:02d}:{rest:02d}"
+
+
+def _go_elsewhere(settings: Settings, kind: str, options: dict[str, Any]) -> None:
+    """The partition and quality of service of the stage's fallback."""
+    fallback = stage_fallback(settings, kind)
+    if fallback is not None:
+        options |= fallback.model_dump(include={"partition", "qos"}, exclude_none=True)
 
 
 def _add_tasks(settings: Settings, options: dict[str, Any]) -> None:

@@ -132,20 +132,21 @@ class SlurmScheduler:
             raise SchedulerUnavailable(f"squeue: {_say(done)}")
         return parse_queue(done.stdout, prefix=self._prefix, now=time.time())
 
-    def cancel(self, job_ids: list[str]) -> None:
+    def cancel(self, job_ids: list[str], *, only_pending: bool = False) -> None:
         """Cancel jobs, or whole arrays by their base id; those that have ended are no error."""
         if not job_ids:
             return
-        done = self._ask(["scancel", *map(_check_id, job_ids)])
+        options = ["--state=PENDING"] if only_pending else []
+        done = self._ask(["scancel", *options, *map(_check_id, job_ids)])
         # scancel goes on after an error: what is left in its words is what went wrong.
         wrong = [line for line in done.stderr.splitlines() if not _says(line, _OVER)]
         if done.returncode != 0 and wrong:
             raise SchedulerUnavailable(f"scancel: {quote_answer(chr(10).join(wrong))}")
 
-    def repoint(self, job_id: str, after: str | None) -> None:
-        """Let a pending job wait for the end of `after`, or for nothing. No error if it is not
-        pending any more."""
-        dependency = "" if after is None else f"afterany:{_check_id(after)}"
+    def repoint(self, job_id: str, after: tuple[str, ...]) -> None:
+        """Let a pending job wait for the ends of all of `after`, or for nothing. No error if it
+        is not pending any more."""
+        dependency = "afterany:" + ":".join(map(_check_id, after)) if after else ""
         argv = ["scontrol", "update", f"JobId={_check_id(job_id)}", f"Dependency={dependency}"]
         done = self._ask(argv)
         if done.returncode != 0 and not _says(_say(done), _OVER):

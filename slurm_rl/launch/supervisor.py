@@ -11,19 +11,24 @@ in a real job (`launch/job.py`) and on the in-memory cluster with its virtual cl
 from __future__ import annotations
 
 import logging
+import math
 import os
-import socket
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
-from slurm_rl.chain.advance import Chain, advance
+from slurm_rl.chain.advance import Chain, advance, halt_for
 from slurm_rl.chain.graph import Link
-from slurm_rl.chain.observe import find_head, read_current, read_queue, slots_of, view_slot
-from slurm_rl.chain.scheduler import JobState, make_claim_token, token_of
-from slurm_rl.errors import CorruptError, SchedulerError, SlurmRlError
+from slurm_rl.chain.halts import is_used_up
+from slurm_rl.chain.history import percentile, read_durations
+from slurm_rl.chain.late import check_not_gone, may_show_late, says_committed
+from slurm_rl.chain.observe import find_head, read_current, read_queue
+from slurm_rl.chain.scheduler import JobState, QueuedJob
+from slurm_rl.chain.slots import slots_of, view_slot
+from slurm_rl.errors import CorruptError, SchedulerError, SlurmRlError, StorageError
 from slurm_rl.launch.attempt import Attempt, AttemptOutcome
+from slurm_rl.launch.duty import Job, Runner, Timing
+from slurm_rl.launch.stage_settings import StageSettings
 from slurm_rl.storage.claims import (
     new_token,
     read_claims,
@@ -33,9 +38,9 @@ from slurm_rl.storage.claims import (
     try_claim,
 )
 from slurm_rl.storage.commits import read_commit
-from slurm_rl.storage.control import Control, Halt, read_control, write_halt, write_pause
-from slurm_rl.storage.intents import write_seen
-from slurm_rl.types import Claim, Slot
+from slurm_rl.storage.control import Control, read_control, write_pause
+from slurm_rl.storage.intents import is_cancelled, write_seen
+from slurm_rl.types import Claim, Slot, StageRef
 
 logger = logging.getLogger(__name__)
 
@@ -43,62 +48,14 @@ logger = logging.getLogger(__name__)
 EXIT_DONE = 0
 #: It has not: stopped, failed, paused, or nothing to do (EX_TEMPFAIL: squeue tells people).
 EXIT_UNFINISHED = 75
+#: Why a job must end: its wall time.
+TIME_LIMIT = "time limit"
 #: How long a requeued job waits for Slurm to end it.
 _REQUEUE_WAIT_S = 120.0
+#: Waits before the work is begun again after an error of the file system.
+_STORAGE_WAITS_S = (5.0, 20.0)
 
 Sleeps = Generator[float, None, int]
-
-
-class Payload(Protocol):
-    """A running stage program (all its ranks)."""
-
-    def poll(self) -> int | None:
-        """Its exit status (negative: a signal), or None while it runs."""
-        ...
-
-    def terminate(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-
-class Runner(Protocol):
-    """Starts stage programs."""
-
-    def start(self, order_path: Path, *, kind: str) -> Payload: ...
-
-
-@dataclass
-class Job:
-    """What a supervisor knows of the job it runs in.
-
-    stop: set from outside (a signal) to the reason why the job must end soon.
-    """
-
-    name: str
-    link: Link
-    task: int | None = None
-    job_id: str = ""
-    node: str = field(default_factory=socket.gethostname)
-    stop: str = ""
-
-    @property
-    def token(self) -> str:
-        return token_of(self.name)
-
-    @property
-    def claim_token(self) -> str:
-        return make_claim_token(self.token, self.task)
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds, by the supervisor's own clock."""
-
-    lease_s: float = 60.0
-    heartbeat_s: float = 5.0
-    poll_s: float = 0.1
-    wait_s: float = 600.0
-    stop_grace_s: float = 60.0
 
 
 @dataclass
@@ -108,41 +65,60 @@ class Supervisor:
     fits:      whether this allocation can run a stage kind.
     intent:    the file that says that this job was to be submitted.
     monotonic: the observer's own clock; liveness is change seen on it.
+    settle:    what a stage runs with, as control says.
+    left_s:    seconds until the job's time limit.
+    check_space: raises SpaceError if a slot's stage had better not start.
     """
 
     chain: Chain
     job: Job
     runner: Runner
     run_id: str
-    settings_digest: str
+    settle: Callable[[Control, StageRef], StageSettings]
     timing: Timing
     monotonic: Callable[[], float]
     fits: Callable[[str], bool] = lambda kind: True
-    code_dir: str = ""
+    left_s: Callable[[], float] = lambda: math.inf
+    check_space: Callable[[Slot, Control], None] = lambda slot, control: None
     intent: Path | None = None
-    deadlines: dict[str, float | None] = field(default_factory=dict)
+    deadlines: dict[str, float] = field(default_factory=dict)
     _seen: dict[tuple[Slot, int], tuple[str, float]] = field(default_factory=dict)
     _free_after: dict[Slot, int] = field(default_factory=dict)
+    _num_attempts: int = 0
+    startup_s: float = 0.0
 
     def run(self) -> Sleeps:
         """Work until the own link is complete or nothing more can be done; the exit status.
 
-        Raises CorruptError, after halting the run: the next job would only find the same.
+        Raises CorruptError, after halting the run: the next job would only find the same. Other
+        troubles of the file system are tried again a few times: nothing is held in memory.
         """
-        try:
-            return (yield from self._work())
-        except CorruptError as error:
-            write_halt(self.chain.run, Halt(error.message, error.hint, since=self.chain.clock()))
-            raise
+        for wait_s in (*_STORAGE_WAITS_S, None):
+            try:
+                return (yield from self._work())
+            except CorruptError as error:
+                halt_for(self.chain, error)
+                raise
+            except (StorageError, OSError) as error:
+                if wait_s is None:
+                    raise
+                logger.warning("%s; once more in %.0f s", error, wait_s)
+                yield wait_s
+        raise AssertionError("the last try returns or raises")
 
     def _work(self) -> Sleeps:
+        began = self.monotonic()
         if self.intent is not None:
-            write_seen(self.chain.run, self.intent)
+            self._say_seen(self.intent)
         while not self.job.stop:
             slot = yield from self._find_work()
             if slot is None:
                 break
+            self.startup_s = 0.0 if self._num_attempts else self.monotonic() - began
+            self._num_attempts += 1
             outcome = yield from self._attempt(slot)
+            if outcome is AttemptOutcome.LOST:
+                yield 1.0  # whoever won it may show here only in a while
             if outcome is AttemptOutcome.STOPPED:
                 yield from self._leave()
                 return EXIT_UNFINISHED
@@ -155,6 +131,12 @@ class Supervisor:
             self._advance(leaving=True)
         return EXIT_DONE if is_done else EXIT_UNFINISHED
 
+    def _say_seen(self, intent: Path) -> None:
+        try:
+            write_seen(self.chain.run, intent)
+        except (OSError, StorageError) as error:
+            logger.warning("%s: cannot leave word that this job began: %s", intent, error)
+
     def _is_stage_done(self) -> bool:
         """Whether the whole of the link is committed: of an array, its last task advances."""
         control = read_control(self.chain.run)
@@ -166,8 +148,10 @@ class Supervisor:
     # -- finding work -------------------------------------------------------------------------
 
     def _find_work(self) -> Generator[float, None, Slot | None]:
-        """The slot to claim next; waits while the only runnable stage is held by a live claim."""
-        deadline = self.monotonic() + self.timing.wait_s
+        """The slot to claim next; waits while the only runnable stage is held by a live claim, or
+        while what it needs may be committed and only not be seen from here yet."""
+        began = self.monotonic()
+        deadline, sight = began + self.timing.wait_s, began + self.timing.visible_s
         while not self.job.stop:
             control = read_control(self.chain.run)
             if control.stopped:
@@ -179,15 +163,27 @@ class Supervisor:
             free = next((slot for slot in slots if self._is_free(slot, control)), None)
             if free is not None:
                 return free
-            if not any(self._is_held(slot) for slot in slots):
-                # What is to be tried again later has a job of its own, with a time to begin.
+            if not any(self._is_worth_waiting(slot, control) for slot in slots):
+                if self.monotonic() < sight and self._may_show_late(slots, control):
+                    yield min(1.0, self.timing.heartbeat_s)
+                    continue
+                own = self.job.link.stages
+                check_not_gone(self.chain.run, self.chain.graph, control, slots, own)
                 logger.info("nothing to do: no stage that fits this job is runnable now")
                 return None
             if self.monotonic() > deadline:
-                logger.info("%s is held by a live claim; not waiting longer", slots[0])
+                logger.info("%s is held by a live claim, or delayed; not waiting longer", slots[0])
                 return None
             yield min(1.0, self.timing.heartbeat_s)
         return None
+
+    def _may_show_late(self, slots: list[Slot], control: Control) -> bool:
+        """Whether a commit that would give this job work, or end it, may not show here yet."""
+        run, graph = self.chain.run, self.chain.graph
+        if any(says_committed(run, slot) for slot in slots):
+            return True
+        own = self.job.link.stages
+        return may_show_late(run, graph, control, own)
 
     def _runnable(self, control: Control) -> list[Slot]:
         """Uncommitted slots with committed parents that fit; the own ones first."""
@@ -196,7 +192,7 @@ class Supervisor:
         found = []
         refs = [ref for link in self._window(control) for ref in link.stages]
         for ref in dict.fromkeys([*self.job.link.stages, *refs]):
-            if not self.fits(ref.kind) or read_current(run, graph, control, ref) is not None:
+            if not self._has_room_for(ref) or read_current(run, graph, control, ref) is not None:
                 continue
             parents = graph.parents(ref).values()
             if any(read_current(run, graph, control, parent) is None for parent in parents):
@@ -227,21 +223,53 @@ class Supervisor:
         if not claims:
             return True
         last = claims[-1]
+        if says_committed(self.chain.run, slot):
+            return False  # its COMMIT shows late, or is gone
         if last.job_token == self.job.claim_token:
-            return True  # a requeue of this very job: its own earlier claim
+            # A requeue of this very job: its own earlier claim, unless there were enough of those.
+            return self._delay_s(slot, control) < math.inf
         if read_end(self.chain.run, slot, last) is None and not self._is_silent(slot, last):
             return False
-        view = view_slot(self.chain.run, control, slot, (), self.chain.clock())
-        spec = self.chain.spec
-        if view.failures >= spec.max_attempts:
-            return False  # the next advance halts the run
-        delay = spec.retry_delay_s * 2 ** (view.failures - 1) if view.failures else 0.0
-        return view.since_failure_s >= delay
+        return self._delay_s(slot, control) <= 0.0
 
-    def _is_held(self, slot: Slot) -> bool:
-        """Whether somebody's attempt at the slot may be alive."""
-        claims = read_claims(self.chain.run, slot)
-        return bool(claims) and read_end(self.chain.run, slot, claims[-1]) is None
+    def _delay_s(self, slot: Slot, control: Control) -> float:
+        """Seconds until a slot that failed may be tried again; infinity: not before a person
+        has looked (the next advance halts the run)."""
+        spec = self.chain.spec
+        # As the queue showed it before we began: what this very job left there was not a failure.
+        job = self.job
+        own = QueuedJob(job.job_id, job.name, JobState.PENDING, task=job.task)
+        view = view_slot(self.chain.run, control, slot, (own,), self.chain.clock(), spec)
+        if is_used_up(spec, view):
+            return math.inf
+        if not view.failures:
+            return 0.0
+        return spec.retry_delay_s * 2.0 ** (view.failures - 1) - view.since_failure_s
+
+    def _is_worth_waiting(self, slot: Slot, control: Control) -> bool:
+        """Whether somebody's attempt at the slot may be alive; or, where jobs submit no jobs,
+        whether it may be tried again soon. Elsewhere what is to be tried again later has a job of
+        its own, with a time to begin; here the links behind would be burnt in seconds."""
+        last = read_latest_claim(self.chain.run, slot)
+        is_others = last is not None and last.job_token != self.job.claim_token
+        if last is not None and is_others and read_end(self.chain.run, slot, last) is None:
+            return True
+        waits = not self.chain.spec.submits
+        return waits and self._delay_s(slot, control) <= self.timing.wait_s
+
+    def _has_room_for(self, ref: StageRef) -> bool:
+        """Whether the job's shape fits the stage, and so does what is left of its time: a first
+        stage always does, a further one if half of those before it were done in as much."""
+        if not self.fits(ref.kind):
+            return False
+        left_s = self.left_s()
+        if not self._num_attempts or left_s == math.inf:
+            return True
+        run, graph = self.chain.run, self.chain.graph
+        past = read_durations(
+            run, graph, read_control(run), ref.kind, before=ref.iteration
+        ) or read_durations(run, graph, read_control(run), ref.kind, before=ref.iteration + 1)
+        return not past or left_s >= percentile([d.work_s for d in past], 0.5)
 
     def _is_silent(self, slot: Slot, claim: Claim) -> bool:
         """Whether the holder's heartbeat has not changed for a lease, while we watched."""
@@ -269,6 +297,7 @@ class Supervisor:
         if epoch != 1 + self._free_after[slot]:
             return AttemptOutcome.LOST  # claimed since it was found free: that one may be alive
         claim = Claim(
+            claimed=self.chain.clock(),
             epoch=epoch,
             job_token=self.job.claim_token,
             attempt_token=new_token(),
@@ -305,6 +334,10 @@ class Supervisor:
 
     # -- leaving ------------------------------------------------------------------------------
 
+    def _may_ask_for_more_time(self) -> bool:
+        ask = self.chain.asks.get(self.job.link.kinds[-1])
+        return ask is not None and ask.wall_time and self.chain.may_submit
+
     def _leave(self) -> Generator[float, None, None]:
         """Go back to the queue by itself; never with exit status 0.
 
@@ -313,7 +346,12 @@ class Supervisor:
         """
         if not self.job.job_id:
             return
+        if self.job.stop == TIME_LIMIT and self._may_ask_for_more_time():
+            self._advance(leaving=True)  # a requeue would have the same limit again
+            return
         try:
+            if is_cancelled(self.chain.run, self.job.token):
+                return  # by a command that knew what it did
             if self.chain.scheduler.was_cancelled(self.job.job_id):
                 write_pause(self.chain.run, f"job {self.job.job_id} was cancelled by hand")
                 return

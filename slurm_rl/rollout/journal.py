@@ -24,11 +24,9 @@ from typing import Any
 from slurm_rl.rollout.samples import Sample
 from slurm_rl.storage.digest import digest_bytes
 from slurm_rl.storage.fs import POSIX, Fs
-from slurm_rl.types import canonical_json
+from slurm_rl.types import JOURNAL_NAME, canonical_json
 
 log = logging.getLogger(__name__)
-
-JOURNAL_NAME = "journal.jsonl"
 
 
 class Journal:

@@ -171,3 +171,25 @@ def _first_ephemeral_port() -> int:
     except (OSError, ValueError, IndexError):
         first = 32_768
     return first if first > _FIRST_PORT + 1000 else 32_768
+
+
+def ask_interpreter(
+    python: str, code: str, *, environment: Mapping[str, str], timeout_s: float
+) -> tuple[str, bool]:
+    """What `python -c code` said last, and whether it ended well. For looking, not for serving."""
+    try:
+        done = subprocess.run(
+            [python, "-c", code],
+            env=dict(environment),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer in {timeout_s:.0f} s", False
+    except OSError as error:
+        return error.strerror or str(error), False
+    is_good = done.returncode == 0
+    lines = (done.stdout if is_good else done.stderr).strip().splitlines()
+    return lines[-1] if lines else f"status {done.returncode}", is_good

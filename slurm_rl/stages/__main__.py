@@ -4,8 +4,11 @@ Owns the way in (order, settings, logging, the user's code on the path, signals)
 out: `result.json` from rank 0 and exit code 0, or `failure.json` and another code. It never
 publishes a COMMIT; that is the supervisor's.
 
-    failure.json   {"blame": "user" | "system", "error": <class>, "message": …, "hint": …}
+    failure.json   {"blame": "user" | "system" | "repeat", "error": <class>, "message": …,
+                    "hint": …, "place": <file:line>, "node": …}
                    The first rank to fail writes it; the others' errors follow from that one.
+                   `repeat` is for what may be anybody's fault (a bug, no memory left): it is tried
+                   once more, and halts the run if the same comes at the same place.
 """
 
 from __future__ import annotations
@@ -14,8 +17,11 @@ import importlib
 import logging
 import os
 import signal
+import socket
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
+from importlib import metadata
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,16 +30,35 @@ from pydantic import ValidationError
 
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import ConfigError, SlurmRlError, SpaceError
-from slurm_rl.storage.durable import publish, write_file
+from slurm_rl.storage.durable import publish, read_patiently, write_file
 from slurm_rl.types import Order, Result, canonical_json, dump_record, parse_order
 
 log = logging.getLogger("slurm_rl.stages")
 
+_CHECKED = ("init", "rollout", "train")
 #: kind -> module and function; imported when needed, since each brings its own libraries.
 PROGRAMS = {
     "init": ("slurm_rl.stages.init", "run_init"),
     "rollout": ("slurm_rl.stages.rollout", "run_rollout"),
     "train": ("slurm_rl.stages.train", "run_train"),
+    # What a stage would meet, started in the same way: `slurm-rl doctor --stage`.
+    **{f"check.{kind}": ("slurm_rl.stages.check", "run_check") for kind in _CHECKED},
+}
+
+
+#: Errors that a second try on another node may not help. By name: torch is not imported here.
+_REPEATING = {
+    "MemoryError",
+    "OutOfMemoryError",
+    "ArithmeticError",
+    "AssertionError",
+    "AttributeError",
+    "ImportError",
+    "LookupError",
+    "NameError",
+    "TypeError",
+    "ValueError",
+    "NotImplementedError",
 }
 
 
@@ -50,7 +75,8 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m slurm_rl.stages ORDER.json", file=sys.stderr)
         return 2
-    order = parse_order(Path(arguments[0]).read_bytes())
+    # This rank's node may see late what the supervisor's wrote: the very directory is new.
+    order = parse_order(read_patiently(Path(arguments[0])))
     rank = current_rank(os.environ)
     configure_logging(order, rank=rank)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -76,6 +102,7 @@ def run_program(order: Order) -> Result:
     if order.code_dir and order.code_dir not in sys.path:
         sys.path.insert(0, order.code_dir)
     settings = read_settings(Path(order.settings_path))
+    check_versions(order.versions)
     if order.kind not in PROGRAMS:
         raise ConfigError(f"no stage program for kind {order.kind!r}; there are {list(PROGRAMS)}")
     module, name = PROGRAMS[order.kind]
@@ -122,17 +149,40 @@ def _raise_stopped(number: int, frame: FrameType | None) -> None:
 
 def _leave_failure(order: Order, error: BaseException, *, code: int) -> int:
     failure = {"blame": "system", "error": type(error).__name__, "hint": ""}
+    failure |= {"place": find_place(error), "node": socket.gethostname()}
     if isinstance(error, SlurmRlError):
         failure |= {"blame": error.blame, "message": error.message, "hint": error.hint}
     elif isinstance(error, Stopped):
         failure["message"] = str(error)
     else:
         failure["message"] = f"{type(error).__name__}: {error}"
+        names = {cls.__name__ for cls in type(error).__mro__}
+        failure["blame"] = "repeat" if names & _REPEATING else "system"
     try:
         publish(Path(order.attempt_dir) / "failure.json", canonical_json(failure))
     except (OSError, SpaceError) as second:  # a full disk: the log and the code still say it
         log.error("failure.json could not be written: %s", second)
     return code
+
+
+def find_place(error: BaseException) -> str:
+    """Where an error arose, as `file:line` of the innermost frame; empty if nobody raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+
+
+def check_versions(expected: Mapping[str, str]) -> None:
+    """ConfigError if a library is not of the version that the stages before ran with."""
+    for name, wanted in sorted(expected.items()):
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found = "missing"
+        if found != wanted:
+            raise ConfigError(
+                f"{name} is {found} here, but the stages before ran with {wanted}",
+                hint="put the environment back; or, to go on with this one, versions=any",
+            )
 
 
 def _leave(code: int) -> None:

@@ -25,7 +25,6 @@ from slurm_rl.config.schema import Settings
 from slurm_rl.errors import CorruptError, ModelError
 from slurm_rl.rollout.engine import Engine, Weights
 from slurm_rl.rollout.groups import Collector, plan_groups, plan_sampling, take_over
-from slurm_rl.rollout.journal import JOURNAL_NAME
 from slurm_rl.rollout.prompts import (
     Cursor,
     Visit,
@@ -39,9 +38,9 @@ from slurm_rl.rollout.rewards import Rewarder
 from slurm_rl.rollout.samples import Sample, write_samples
 from slurm_rl.rollout.sglang import SglangEngine, plan_options
 from slurm_rl.seeds import derive_seed
-from slurm_rl.storage.digest import digest_file
-from slurm_rl.storage.durable import seal_files, wait_for_size
-from slurm_rl.types import Input, Order, Result
+from slurm_rl.storage.damage import check_inputs
+from slurm_rl.storage.durable import seal_files
+from slurm_rl.types import JOURNAL_NAME, Input, Order, Result
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +103,7 @@ def seal(
     groups: list[list[Sample]], *, order: Order, content: dict[str, Any], metrics: dict[str, float]
 ) -> Result:
     """Write and fsync the samples; the result that names them."""
+    began = time.monotonic()
     root = Path(order.attempt_dir)
     samples = [sample for group in groups for sample in group]
     files = seal_files(root, write_samples(root, samples))
@@ -111,7 +111,8 @@ def seal(
     log.info("reward %.4f over %d samples", metrics["rollout/raw_reward"], len(samples))
     counts = {"num_samples": len(samples), "num_groups": len(groups)}
     versions = {name: version(name) for name in ("transformers", "tokenizers")}
-    return Result(files, content=content | counts, metrics=metrics, provenance=versions)
+    facts = {"versions": versions, "save_s": round(time.monotonic() - began, 3)}
+    return Result(files, content=content | counts, metrics=metrics, provenance=facts)
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -128,24 +129,13 @@ def load_tokenizer(folder: Path) -> Any:
 def verify_weights(source: Input, *, run_id: str) -> Weights:
     """The weights of a commit, after every file of theirs was read and compared with it.
 
-    Raises CorruptError naming the first file that is missing or differs.
+    Raises CorruptError naming the first file that is missing or differs, and StorageError for one
+    that cannot be read.
     """
-    recorded = {entry["path"]: entry for entry in source.content["files"]}
-    names = sorted(name for name in recorded if name.startswith("weights/"))
+    names = [e["path"] for e in source.content["files"] if e["path"].startswith("weights/")]
     if "weights/config.json" not in names:
         raise CorruptError(f"{source.path}: the commit of {source.kind} holds no weights")
-    for name in names:
-        path = Path(source.files[name])
-        wait_for_size(path, int(recorded[name]["size_bytes"]))
-        try:
-            matches = digest_file(path) == recorded[name]["digest"]
-        except OSError as error:
-            raise CorruptError(f"{path}: {error.strerror}, but it was committed") from error
-        if not matches:
-            raise CorruptError(
-                f"{path}: its bytes are not those that were committed",
-                hint="go back to an earlier iteration; the file was changed or the disk is failing",
-            )
+    check_inputs(source, names)
     facts = source.content["weights"]
     return Weights(
         path=Path(source.files["weights/config.json"]).parent,

@@ -69,26 +69,43 @@ def new_token() -> str:
     return secrets.token_hex(6)
 
 
-def write_heartbeat(run: RunDir, slot: Slot, claim: Claim, counter: int) -> None:
-    """Show watchers a counter that differs from the last. Not durable: nobody needs it later."""
+def write_heartbeat(
+    run: RunDir, slot: Slot, claim: Claim, counter: int, *, elapsed_s: float
+) -> None:
+    """Show watchers a counter that differs from the last, and for how long the attempt has run.
+
+    Not durable: nobody needs it later.
+    """
     path = attempt_dir(run, slot, claim) / "heartbeat"
-    write_hint(path, str(counter).encode(), fs=run.fs)
+    write_hint(path, f"{counter} {elapsed_s:.1f}".encode(), fs=run.fs)
 
 
 def read_heartbeat(run: RunDir, slot: Slot, claim: Claim) -> str:
-    """The counter of an attempt; empty if there is none yet."""
+    """The counter of an attempt and its seconds so far; empty if there is none yet."""
     try:
         return run.fs.read(attempt_dir(run, slot, claim) / "heartbeat").decode()
     except FileNotFoundError:
         return ""
 
 
+def read_elapsed(run: RunDir, slot: Slot, claim: Claim) -> float:
+    """Seconds that an attempt ran: by its own last word, else by its last heartbeat."""
+    end = read_end(run, slot, claim)
+    if end is not None and end.elapsed_s:
+        return end.elapsed_s
+    try:
+        return float(read_heartbeat(run, slot, claim).partition(" ")[2] or 0.0)
+    except ValueError:
+        return 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class AttemptEnd:
     """How an attempt ended, as it says itself; an attempt that was killed says nothing.
 
-    outcome: committed | failed | stopped (told to stop) | superseded.
-    blame:   for `failed`: `user` (a retry cannot help) or `system`.
+    outcome: committed | failed | stopped (told to stop) | timed_out | superseded.
+    blame:   for `failed`: `user` (a retry cannot help), `system` (it may), or `repeat` (it may
+             not: if the next one fails in the same `place`, the run halts).
     """
 
     outcome: str
@@ -97,6 +114,8 @@ class AttemptEnd:
     message: str = ""
     node: str = ""
     ended: float = 0.0
+    place: str = ""
+    elapsed_s: float = 0.0
 
 
 def write_end(run: RunDir, slot: Slot, claim: Claim, end: AttemptEnd) -> None:

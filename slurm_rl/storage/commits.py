@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rl.errors import CorruptError
-from slurm_rl.storage.digest import digest_file, digest_value
-from slurm_rl.storage.durable import publish, read_published
+from slurm_rl.storage.damage import describe_damage
+from slurm_rl.storage.digest import digest_value
+from slurm_rl.storage.durable import exists, publish, read_published
 from slurm_rl.storage.rundir import RunDir
+from slurm_rl.storage.tombstones import is_pruned
 from slurm_rl.types import Commit, Input, Result, Slot, StageRef, canonical_json
 
 _NAME = "COMMIT"
@@ -27,8 +29,12 @@ def commit_path(run: RunDir, slot: Slot) -> Path:
 
 
 def has_commit(run: RunDir, slot: Slot) -> bool:
-    """Whether something was published for `slot` (it is not read)."""
-    return _NAME in run.fs.list(run.slot_dir(slot))
+    """Whether something was published for `slot` (it is not read).
+
+    A listing may be late, or a lookup: commits stay, so whichever shows it is right.
+    """
+    path = commit_path(run, slot)
+    return path.name in run.fs.list(path.parent) or exists(path, fs=run.fs)
 
 
 def read_commit(run: RunDir, slot: Slot) -> Commit | None:
@@ -100,7 +106,8 @@ def read_stage_commit(
         shards.append(shard)
     content, provenance = assemble(shards)
     publish_commit(run, stage, content=content, provenance=provenance)
-    return read_commit(run, stage)
+    # Somebody else's may not show here yet; it is the same, since it is made of the same shards.
+    return read_commit(run, stage) or Commit(content, provenance, digest_value(content))
 
 
 def assemble(shards: list[Commit]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -159,20 +166,22 @@ def file_path(run: RunDir, slot: Slot, commit: Commit, logical: str) -> Path:
 
 
 def find_damage(run: RunDir, slot: Slot, commit: Commit) -> list[str]:
-    """Re-read everything that the commit names; one line for each file that is not as it was."""
+    """Re-read everything that the commit names; one line for each file that is not as it was.
+
+    What retention deletes, or deleted while we read, is gone on purpose: that is no damage.
+    """
+    if is_pruned(run, slot):
+        return []
     damage = []
     for entry in commit.files:
         path = file_path(run, slot, commit, entry.path)
         try:
-            size = path.stat().st_size
+            found = describe_damage(path, entry, fs=run.fs)
         except OSError as error:
-            damage.append(f"{path}: {error.strerror or error}")
-            continue
-        if size != entry.size_bytes:
-            damage.append(f"{path}: {size} bytes, committed with {entry.size_bytes}")
-        elif (found := digest_file(path)) != entry.digest:
-            damage.append(f"{path}: digest {found}, committed with {entry.digest}")
-    return damage
+            found = f"{path}: {error.strerror or error}"
+        if found:
+            damage.append(found)
+    return [] if damage and is_pruned(run, slot) else damage
 
 
 def _fold_metrics(shards: list[Commit]) -> dict[str, float]:

@@ -24,13 +24,17 @@ _NAME = re.compile(r"submit\.\d{4,}")
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """One intended submission. `created` is by the clock of the run's file system."""
+    """One intended submission. `created` is by the clock of the run's file system.
+
+    fallback: it goes to the stage's other partition, after waiting too long.
+    """
 
     number: int
     token: str
     created: float
     creator: str = ""
     shards: tuple[int, ...] = ()
+    fallback: bool = False
 
 
 def read_intents(run: RunDir, folder: Path) -> list[Intent]:
@@ -77,6 +81,17 @@ def read_silent(run: RunDir, folder: Path) -> set[int]:
         and _NAME.fullmatch(stem)
         and f"{stem}.seen" not in names
     }
+
+
+def write_cancelled(run: RunDir, token: str) -> None:
+    """Leave word for a job that it is cancelled by a command of ours: no need to pause the run."""
+    run.fs.mkdir(run.scheduler_dir)
+    write_hint(run.scheduler_dir / f"cancelled-{token}", b"", fs=run.fs)
+
+
+def is_cancelled(run: RunDir, token: str) -> bool:
+    """Whether a job was cancelled by a command of ours."""
+    return f"cancelled-{token}" in run.fs.list(run.scheduler_dir)
 
 
 def new_job_token(short_id: str) -> str:

@@ -7,10 +7,8 @@ are copies for people and stage programs, made again when they are missing.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,14 +137,7 @@ def read_identity(run: RunDir) -> RunIdentity:
 def filesystem_now(run: RunDir) -> float:
     """Seconds since the epoch by the clock of the run's file system.
 
-    Ages of intents are differences of this one clock, since nodes' clocks may disagree.
+    Ages of intents are differences of this one clock, since nodes' clocks may disagree: where it
+    cannot be read, that is raised (OSError, StorageError), and no other clock stands in.
     """
-    probe = run.control_dir / f".clock-{secrets.token_hex(4)}"
-    try:
-        probe.touch()
-        return probe.stat().st_mtime
-    except OSError:
-        return time.time()
-    finally:
-        with contextlib.suppress(OSError):
-            probe.unlink()
+    return run.fs.now(run.control_dir)

@@ -7,9 +7,9 @@ import secrets
 import shutil
 from pathlib import Path
 
-from slurm_rl.errors import ConfigError
+from slurm_rl.errors import ConfigError, CorruptError
 from slurm_rl.storage.digest import digest_entries, digest_file
-from slurm_rl.storage.durable import seal_files
+from slurm_rl.storage.durable import list_files, seal_files
 from slurm_rl.storage.rundir import RunDir
 from slurm_rl.types import FileEntry
 
@@ -53,6 +53,20 @@ def snapshot_code(run: RunDir, folders: list[Path]) -> str:
         shutil.rmtree(temporary)  # somebody else made the same snapshot
     run.fs.fsync_dir(target.parent)
     return digest
+
+
+def check_snapshot(run: RunDir, digest: str) -> None:
+    """CorruptError unless the snapshot holds what it was taken of."""
+    folder = run.code_dir(digest)
+    names = [n for n in list_files(folder) if not _SKIPPED & set(Path(n).parts)]
+    entries = [
+        FileEntry(n, (folder / n).stat().st_size, digest_file(folder / n)) for n in sorted(names)
+    ]
+    if digest_entries(entries) != digest:
+        raise CorruptError(
+            f"{folder}: the run's snapshot of your code was changed or is gone",
+            hint="put it back, or adopt other code with `slurm-rl set RUN code=FOLDER`",
+        )
 
 
 def _walk(folder: Path) -> list[tuple[str, Path]]:

@@ -29,7 +29,7 @@ STAGES = ["i0000.init"] + [
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
 
-def write_config(folder: Path, *, num_iterations: int = NUM_ITERATIONS) -> Path:
+def write_config(folder: Path, *, num_iterations: int = NUM_ITERATIONS, lag: int = 0) -> Path:
     """The quickstart, smaller, and quick to notice a death."""
     value = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
     value["run"] = {"name": "run", "dir": str(folder)}
@@ -46,6 +46,7 @@ def write_config(folder: Path, *, num_iterations: int = NUM_ITERATIONS) -> Path:
         "retry_delay_s": 0.1,
         "submit_deadline_s": 2,
         "max_attempts": 9,
+        "lag": lag,
     }
     folder.mkdir(exist_ok=True)
     path = folder / "config.yaml"
@@ -95,6 +96,28 @@ def test_a_chain_is_one_process(chain: dict[str, str], tmp_path: Path) -> None:
     for path in (tmp_path / "run").glob("iterations/*/train.t0/COMMIT"):
         weights.add(json.loads(path.read_bytes())["content"]["weights"]["digest"])
     assert len(weights) == NUM_ITERATIONS
+
+
+def test_with_lag_1_a_chain_is_one_process_and_stages_overlap(
+    chain: dict[str, str], tmp_path: Path
+) -> None:
+    found = run_chain(write_config(tmp_path / "chain", lag=1))
+    assert run_one_process(write_config(tmp_path / "one", lag=1), tmp_path / "run") == found
+    # Rollouts 0 and 1 are both of the initial weights; after that nothing is as without lag.
+    commits = {
+        stage: json.loads(next(tmp_path.glob(f"chain/run/iterations/{i:06d}/{kind}.t0/COMMIT")).read_bytes())
+        for i in range(NUM_ITERATIONS)
+        for kind in ("rollout", "train")
+        for stage in [f"i{i:04d}.{kind}"]
+    }  # fmt: skip
+    served = [commits[f"i{i:04d}.rollout"]["content"]["weights"]["version"] for i in range(3)]
+    assert served == [0, 0, 1]
+    assert found["i0002.rollout"] != chain["i0002.rollout"]
+    began, ended = (
+        [commits[f"i{i:04d}.{kind}"]["provenance"][word] for i in range(3)]
+        for kind, word in (("rollout", "started"), ("train", "ended"))
+    )
+    assert any(began[i + 1] < ended[i] for i in range(2)), "a rollout waited for a train stage"
 
 
 def test_a_chain_whose_every_job_was_killed_is_the_same(

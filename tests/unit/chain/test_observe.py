@@ -10,8 +10,8 @@ from toy.world import FastFs, make_settings
 
 from slurm_rl.chain.graph import build_graph
 from slurm_rl.chain.observe import find_head, observe, write_head
-from slurm_rl.chain.plan import Spec
 from slurm_rl.chain.scheduler import JobState, LinkRequest, QueuedJob
+from slurm_rl.chain.view import Spec
 from slurm_rl.errors import SchedulerUnavailable
 from slurm_rl.storage.commits import publish_commit
 from slurm_rl.storage.control import Control, TimelineStart

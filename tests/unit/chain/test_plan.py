@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from slurm_rl.chain.graph import Link
-from slurm_rl.chain.plan import (
+from slurm_rl.chain.plan import is_tick, plan
+from slurm_rl.chain.scheduler import JobState, QueuedJob
+from slurm_rl.chain.view import (
     Cancel,
     HaltRun,
     LinkView,
@@ -19,10 +21,7 @@ from slurm_rl.chain.plan import (
     Submit,
     SubmitTick,
     View,
-    is_tick,
-    plan,
 )
-from slurm_rl.chain.scheduler import JobState, QueuedJob
 from slurm_rl.storage.control import Control, Halt
 from slurm_rl.storage.intents import Intent
 
@@ -60,7 +59,9 @@ def seen(
         for shard in range(shards)
     )
     made = tuple((Intent(n, f"{short}-{n}", 0.0), age) for n, age in intents)
-    return LinkView(link, made, slots)
+    order = [R0, T0, R1, T1]
+    before = order[: order.index(link)][-1:]
+    return LinkView(link, made, slots, waits_for=tuple(before))
 
 
 def job(token: str, state: JobState, job_id: str = "", **facts: Any) -> QueuedJob:
@@ -84,16 +85,16 @@ def actions(seen_view: View, **spec: Any) -> tuple[Any, ...]:
 
 def test_a_fresh_run_gets_its_window_each_job_waking_on_the_one_before() -> None:
     assert actions(view(seen(R0), seen(T0), seen(R1))) == (
-        Submit(R0, 1, None),
-        Submit(T0, 1, R0),
-        Submit(R1, 1, T0),
+        Submit(R0, 1, ()),
+        Submit(T0, 1, (R0,)),
+        Submit(R1, 1, (T0,)),
     )
 
 
 @pytest.mark.parametrize("state", [PENDING, RUNNING, UNKNOWN])
 def test_a_live_job_stands_for_its_link_and_the_next_waits_for_it(state: JobState) -> None:
     found = actions(view(seen(R0, (1, 5.0)), seen(T0), queue=[job("r0-1", state, "7")]))
-    assert found == (Submit(T0, 1, "7"),)
+    assert found == (Submit(T0, 1, ("7",)),)
 
 
 def test_a_job_of_an_earlier_intent_stands_too() -> None:
@@ -106,12 +107,12 @@ def test_an_intent_that_the_queue_does_not_show_is_over_after_the_deadline(
     age_s: float, number: int | None
 ) -> None:
     found = actions(view(seen(R0, (1, age_s))))
-    assert found == (() if number is None else (Submit(R0, number, None),))
+    assert found == (() if number is None else (Submit(R0, number, ()),))
 
 
 def test_a_job_that_the_queue_knows_to_be_over_needs_no_deadline() -> None:
     found = actions(view(seen(R0, (1, 5.0)), queue=[job("r0-1", ENDED)]))
-    assert found == (Submit(R0, 2, None),)
+    assert found == (Submit(R0, 2, ()),)
 
 
 def test_an_array_is_over_only_when_every_task_is() -> None:
@@ -122,14 +123,14 @@ def test_an_array_is_over_only_when_every_task_is() -> None:
 
 def test_only_missing_shards_are_submitted_again() -> None:
     links = seen(R0, (1, 500.0), shards=3, committed=(1,))
-    assert actions(view(links)) == (Submit(R0, 2, None, shards=(0, 2)),)
+    assert actions(view(links)) == (Submit(R0, 2, (), shards=(0, 2)),)
 
 
 def test_the_job_that_looks_and_is_about_to_end_counts_for_nothing() -> None:
     queue = [job("r0-1", RUNNING)]
     assert actions(view(seen(R0, (1, 5.0)), queue=queue)) == ()
     own = ("r0-1", None)
-    assert actions(view(seen(R0, (1, 5.0)), queue=queue, own=own)) == (Submit(R0, 2, None),)
+    assert actions(view(seen(R0, (1, 5.0)), queue=queue, own=own)) == (Submit(R0, 2, ()),)
 
 
 def test_another_task_of_the_same_array_does_count() -> None:
@@ -148,7 +149,7 @@ def test_an_unknown_queue_submits_no_second_number() -> None:
 
 
 def test_an_unknown_queue_does_not_hinder_a_first_number() -> None:
-    assert actions(view(seen(R0), queue=None)) == (Submit(R0, 1, None),)
+    assert actions(view(seen(R0), queue=None)) == (Submit(R0, 1, ()),)
 
 
 def test_an_unknown_queue_submits_no_tick() -> None:
@@ -172,7 +173,7 @@ def test_a_failed_stage_waits_in_the_queue_and_longer_each_time(
 ) -> None:
     links = seen(R0, (1, 500.0), failures=failures, since_failure_s=since_s)
     found = actions(view(links), max_attempts=9)
-    assert found == (Submit(R0, 2, None, begin_s=begin_s),)
+    assert found == (Submit(R0, 2, (), begin_s=begin_s),)
 
 
 @pytest.mark.parametrize(("num_lost", "halts"), [(9, False), (10, True)])
@@ -199,7 +200,7 @@ def test_the_cap_halts_says_why_and_cancels_what_waits() -> None:
 def test_failures_of_a_committed_shard_do_not_count() -> None:
     done = SlotView("a", 0, True, failures=9)
     links = LinkView(R0, (), (done, SlotView("b", 1)))
-    assert actions(view(links)) == (Submit(R0, 1, None, shards=(1,)),)
+    assert actions(view(links)) == (Submit(R0, 1, (), shards=(1,)),)
 
 
 # -- control --------------------------------------------------------------------------------------
@@ -241,12 +242,12 @@ def test_a_commit_of_other_parents_halts() -> None:
 def test_a_job_that_waits_for_a_stranger_is_repointed() -> None:
     queue = [job("r0-1", RUNNING, "7"), job("t0-1", PENDING, "8", after=("666",))]
     links = (seen(R0, (1, 5.0)), seen(T0, (1, 5.0)))
-    assert actions(view(*links, queue=queue)) == (Repoint("8", "7"),)
+    assert actions(view(*links, queue=queue)) == (Repoint("8", ("7",)),)
 
 
 def test_a_first_link_that_waits_is_freed() -> None:
     queue = [job("t0-1", PENDING, "8", after=("7",))]
-    assert actions(view(seen(T0, (1, 5.0)), queue=queue)) == (Repoint("8", None),)
+    assert actions(view(seen(T0, (1, 5.0)), queue=queue)) == (Repoint("8", ()),)
 
 
 def test_waiting_for_the_job_that_looks_is_fine() -> None:
@@ -266,7 +267,7 @@ def test_a_job_that_waits_for_its_parent_or_nothing_is_let_be(after: tuple[str, 
 def test_a_held_job_is_replaced() -> None:
     queue = [job("r0-1", HELD, "7", reason="launch failed requeued held")]
     found = plan(SPEC, view(seen(R0, (1, 5.0)), queue=queue))
-    assert found.actions == (Cancel(("7",), "held; replaced"), Submit(R0, 2, None))
+    assert found.actions == (Cancel(("7",), "held; replaced"), Submit(R0, 2, ()))
     assert "launch failed" in found.waiting[0]
 
 
@@ -339,14 +340,14 @@ def test_names_of_ticks() -> None:
 
 def test_a_limit_defers() -> None:
     found = plan(dataclasses.replace(SPEC, max_submit_jobs=2), view(seen(R0), seen(T0), seen(R1)))
-    assert found.actions == (Submit(R0, 1, None), Submit(T0, 1, R0))
+    assert found.actions == (Submit(R0, 1, ()), Submit(T0, 1, (R0,)))
     assert "limit" in found.waiting[0]
 
 
 def test_what_is_queued_counts_against_the_limit_and_what_has_ended_does_not() -> None:
     queue = [job("r0-1", RUNNING, "7"), job("r9-1", ENDED), job("r9-2", ENDED)]
     links = (seen(R0, (1, 5.0)), seen(T0), seen(R1))
-    assert actions(view(*links, queue=queue), max_submit_jobs=2) == (Submit(T0, 1, "7"),)
+    assert actions(view(*links, queue=queue), max_submit_jobs=2) == (Submit(T0, 1, ("7",)),)
 
 
 def test_an_array_that_does_not_fit_below_the_limit_waits_as_a_whole() -> None:
@@ -360,7 +361,7 @@ def test_links_ahead_leave_room_for_the_ticks() -> None:
 
 def test_the_first_link_goes_before_the_ticks() -> None:
     found = actions(view(seen(R0), seen(T0)), max_submit_jobs=1, ticks=True)
-    assert found[0] == Submit(R0, 1, None)
+    assert found[0] == Submit(R0, 1, ())
 
 
 def test_a_plan_is_pure() -> None:

@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_rl.chain.graph import Link
-from slurm_rl.chain.plan import (
+from slurm_rl.chain.plan import plan
+from slurm_rl.chain.scheduler import JobState, QueuedJob
+from slurm_rl.chain.view import (
     Action,
     Cancel,
     HaltRun,
@@ -19,9 +21,7 @@ from slurm_rl.chain.plan import (
     Submit,
     SubmitTick,
     View,
-    plan,
 )
-from slurm_rl.chain.scheduler import JobState, QueuedJob
 from slurm_rl.storage.control import Control, Halt
 from slurm_rl.storage.intents import Intent
 
@@ -58,7 +58,8 @@ def link_views(draw: st.DrawFn, link: Link) -> LinkView:
         (Intent(n, f"{link.label}{link.iteration}n{n}", 0.0), draw(AGES))
         for n in range(1, 1 + draw(st.integers(0, 3)))
     )
-    return LinkView(link, intents, slots)
+    before = LINKS[: LINKS.index(link)][-1:]
+    return LinkView(link, intents, slots, waits_for=before)
 
 
 @st.composite
@@ -152,9 +153,10 @@ def test_the_limit_holds(spec: Spec, view: View) -> None:
 def test_each_job_but_the_first_waits_for_one_before_it(spec: Spec, view: View) -> None:
     open_links = [seen.link for seen in view.links if not seen.is_done]
     for action in submits(plan(spec, view).actions):
-        assert (action.after is None) == (action.link == open_links[0])
-        if isinstance(action.after, Link):
-            assert open_links.index(action.after) == open_links.index(action.link) - 1
+        waits_for = next(seen.waits_for for seen in view.links if seen.link == action.link)
+        assert len(action.after) == len([link for link in waits_for if link in open_links])
+        for parent in action.after:
+            assert not isinstance(parent, Link) or parent in waits_for
 
 
 @given(specs(), views())
@@ -183,9 +185,8 @@ def apply(spec: Spec, view: View) -> View:
             seen = links[action.link]
             intents = (*seen.intents, (Intent(action.number, token, 0.0), 0.0))
             links[action.link] = dataclasses.replace(seen, intents=intents)
-            after = ids[action.after] if isinstance(action.after, Link) else action.after
+            waits = tuple(ids[at] if isinstance(at, Link) else at for at in action.after)
             name = action.link.job_name("toy", token)
-            waits = (after,) if after is not None else ()
             for task in action.shards or (None,):
                 job_id = new_id if task is None else f"{new_id}_{task}"
                 queue.append(QueuedJob(job_id, name, JobState.PENDING, after=waits, task=task))
@@ -195,9 +196,10 @@ def apply(spec: Spec, view: View) -> View:
         elif isinstance(action, Cancel):
             queue = [job for job in queue if job.job_id not in action.job_ids]
         elif isinstance(action, Repoint):
-            waits = (action.after,) if action.after is not None else ()
             queue = [
-                dataclasses.replace(job, after=waits) if job.base_id == action.job_id else job
+                dataclasses.replace(job, after=action.after)
+                if job.base_id == action.job_id
+                else job
                 for job in queue
             ]
         elif isinstance(action, HaltRun):

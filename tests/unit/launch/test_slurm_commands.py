@@ -187,6 +187,8 @@ def test_cancel_of_ended_jobs_is_no_error(
     scheduler.cancel(["5", "6_1"])
     assert (tmp_path / "args").read_text() == "5 6_1\n"
     scheduler.cancel([])
+    scheduler.cancel(["7"], only_pending=True)
+    assert (tmp_path / "args").read_text() == "--state=PENDING 7\n"
 
 
 def test_one_job_that_cannot_be_cancelled_is_an_error(
@@ -202,12 +204,14 @@ def test_one_job_that_cannot_be_cancelled_is_an_error(
         scheduler.cancel(["5", "6"])
 
 
-@pytest.mark.parametrize(("after", "dependency"), [("9", "afterany:9"), (None, "")])
+@pytest.mark.parametrize(
+    ("after", "dependency"), [(("9",), "afterany:9"), (("9", "11"), "afterany:9:11"), ((), "")]
+)
 def test_repoint(
     scheduler: SlurmScheduler,
     install: Install,
     tmp_path: Path,
-    after: str | None,
+    after: tuple[str, ...],
     dependency: str,
 ) -> None:
     install("scontrol", 'echo "$@" > $D/args')
@@ -235,9 +239,9 @@ def test_repoint_that_is_not_done(scheduler: SlurmScheduler, install: Install, a
     install("scontrol", f"cat >&2 <<'END'\n{ANSWERS[argv]}END\nexit 1")
     if argv.endswith("no controller"):
         with pytest.raises(SchedulerUnavailable, match="scontrol update: Unexpected message"):
-            scheduler.repoint("7", None)
+            scheduler.repoint("7", ())
     else:
-        scheduler.repoint("7", None)  # the job is not pending any more
+        scheduler.repoint("7", ())  # the job is not pending any more
 
 
 @pytest.mark.parametrize("job_id", ["", "-u", "7;x", "--user=me", "7_[0-2]"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import subprocess
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slurm_rl.chain.scheduler import LinkRequest
+from slurm_rl.chain.scheduler import LinkRequest, WallTime
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import ConfigError
 from slurm_rl.launch.sbatch import (
@@ -59,7 +60,7 @@ TRAIN = LinkRequest(
     name="demo.i0012.train.ab12cd34",
     command=("link", "/scratch/runs/demo", "iterations/000012/train.t0/submit.0003", "demo.x"),
     stages=(StageRef(12, "train"),),
-    after="4711",
+    after=("4711",),
     log="/scratch/runs/demo/iterations/000012/logs/train.0003",
     exclude=("n07", "n09"),
 )
@@ -99,6 +100,36 @@ def test_unset_and_false_options_are_left_out() -> None:
     assert "qos" not in options
     text = render_job(settings(slurm={"qos": None, "exclusive": False}), TRAIN)
     assert "qos" not in text and "exclusive" not in text
+
+
+def with_slurm(**options: Any) -> Settings:
+    return settings(slurm=CLUSTER["slurm"] | options)
+
+
+def test_a_fallback_goes_elsewhere_and_keeps_the_rest() -> None:
+    fallback = {"after": "01:00:00", "partition": "spot", "qos": "low"}
+    asked = with_slurm(fallback=fallback)
+    first = plan_options(asked, TRAIN)
+    assert (first["partition"], first.get("qos")) == ("main", None)
+    assert not {"fallback", "time_max"} & first.keys()
+    elsewhere = plan_options(asked, dataclasses.replace(TRAIN, fallback=True))
+    assert elsewhere == first | {"partition": "spot", "qos": "low"}
+    own = {**CLUSTER["train"], "slurm": {"fallback": {"after": "60", "qos": "other"}}}
+    asked = settings(slurm=asked.slurm.model_dump(exclude_none=True), train=own)
+    elsewhere = plan_options(asked, dataclasses.replace(TRAIN, fallback=True))
+    assert (elsewhere.get("partition"), elsewhere["qos"]) == (None, "other")
+
+
+def test_a_wall_time_is_learnt_where_it_is_asked_for() -> None:
+    asked = with_slurm(time="auto", time_max="08:00:00")
+    assert "time" not in plan_options(asked, TRAIN), "nothing learnt: the site's default"
+    learnt = dataclasses.replace(TRAIN, wall=WallTime(5400, 600, 200))
+    options = plan_options(asked, learnt)
+    assert options["time"] == "0-01:30:00"
+    assert options["time_min"] == "0-00:10:00"
+    assert options["signal"] == "B:USR1@200"
+    fixed = plan_options(with_slurm(), learnt)
+    assert fixed["time"] == "04:00:00" and "time_min" not in fixed
 
 
 @pytest.mark.parametrize("asked", [{"requeue": False}, {"no_requeue": True}])

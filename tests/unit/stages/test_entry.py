@@ -2,17 +2,20 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from slurm_rl.config.schema import Settings
-from slurm_rl.stages.__main__ import current_rank
-from slurm_rl.types import Order, dump_record, parse_result
+from slurm_rl.errors import ConfigError
+from slurm_rl.stages.__main__ import _leave_failure, check_versions, current_rank
+from slurm_rl.types import Order, dump_record, parse_order, parse_result
 
 #: A reward that waits for a file, so that a test can act while the stage is at work.
 WAITING = """
@@ -113,8 +116,10 @@ def test_a_bug_leaves_its_traceback_in_the_log(tmp_path: Path) -> None:
     attempt = make_order(tmp_path, kind="rollout")  # without its inputs
     code, log = run_stage(attempt)
     assert code == 1
-    assert read_failure(attempt)["blame"] == "system"
-    assert read_failure(attempt)["message"] == "KeyError: 'weights'"
+    failure = read_failure(attempt)
+    assert failure["blame"] == "repeat", "tried once more, and then no more"
+    assert failure["message"] == "KeyError: 'weights'"
+    assert re.fullmatch(r"\w+\.py:\d+", failure["place"]) and failure["node"]
     assert "Traceback" in log
 
 
@@ -177,3 +182,20 @@ def test_sigterm_stops_soon_and_is_recorded(tmp_path: Path) -> None:
 )
 def test_rank(environment: dict[str, str], expected: int) -> None:
     assert current_rank(environment) == expected
+
+
+def test_other_libraries_than_before_are_refused() -> None:
+    found = metadata.version("pyyaml")
+    check_versions({"pyyaml": found})
+    with pytest.raises(ConfigError, match=f"pyyaml is {re.escape(found)} here, .* ran with 0.1"):
+        check_versions({"pyyaml": "0.1"})
+    with pytest.raises(ConfigError, match="no-such-library is missing here"):
+        check_versions({"no-such-library": "1"})
+
+
+def test_memory_that_runs_out_may_be_tried_once_more(tmp_path: Path) -> None:
+    order = parse_order((make_order(tmp_path, kind="rollout") / "order.json").read_bytes())
+    for error, blame in ((MemoryError("full"), "repeat"), (OSError("gone"), "system")):
+        (Path(order.attempt_dir) / "failure.json").unlink(missing_ok=True)
+        assert _leave_failure(order, error, code=1) == 1
+        assert read_failure(Path(order.attempt_dir))["blame"] == blame

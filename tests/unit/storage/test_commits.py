@@ -97,7 +97,7 @@ def test_a_damaged_commit_is_never_read_as_none(tmp_path: Path, damage: Any) -> 
     ("change", "says"),
     [
         (lambda p: p.unlink(), "No such file"),
-        (lambda p: p.write_text("longer than it was"), "bytes, committed with"),
+        (lambda p: p.write_text("longer than it was"), "bytes, but 10 were committed"),
         (lambda p: p.write_text("SHARD None"), "digest"),
     ],
 )

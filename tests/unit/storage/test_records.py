@@ -16,6 +16,7 @@ from slurm_rl.storage.claims import (
     attempt_dir,
     is_superseded,
     read_claims,
+    read_elapsed,
     read_end,
     read_heartbeat,
     read_latest_claim,
@@ -86,9 +87,10 @@ def test_heartbeats_and_last_words_are_hints(run: RunDir) -> None:
     try_claim(run, SLOT, claim)
     assert read_heartbeat(run, SLOT, claim) == ""
     assert read_end(run, SLOT, claim) is None
-    write_heartbeat(run, SLOT, claim, 7)
+    write_heartbeat(run, SLOT, claim, 7, elapsed_s=1.5)
     write_end(run, SLOT, claim, AttemptEnd("failed", "user", "DataError", "why"))
-    assert read_heartbeat(run, SLOT, claim) == "7"
+    assert read_heartbeat(run, SLOT, claim) == "7 1.5"
+    assert read_elapsed(run, SLOT, claim) == 1.5
     end = read_end(run, SLOT, claim)
     assert end is not None
     assert (end.outcome, end.blame, end.message) == ("failed", "user", "why")

@@ -1,0 +1,142 @@
+"""What the run's own commits say about time: how long stages take, start and save.
+
+Reading is bounded by the last `WINDOW` iterations; deciding is pure. Durations are differences of
+one machine's clock, so clocks that disagree do not matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from slurm_rl.chain.graph import Graph, Link
+from slurm_rl.chain.scheduler import WallTime
+from slurm_rl.chain.slots import slots_of
+from slurm_rl.storage.claims import read_claims, read_end
+from slurm_rl.storage.commits import read_commit
+from slurm_rl.storage.control import Control
+from slurm_rl.storage.rundir import RunDir
+from slurm_rl.types import Slot, StageRef
+
+WINDOW = 20
+#: A learnt time is this much longer than what was measured, and this many seconds.
+_FACTOR, _EXTRA_S = 1.3, 120.0
+#: Slurm warns up to a minute early and looks at its limits every half minute.
+_SIGNAL_EXTRA_S = 90.0
+#: Fewer than these say little.
+_FEWEST = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Duration:
+    """One committed stage, in seconds.
+
+    work_s:  from the claim to the commit. startup_s: from the start of its job to the claim.
+    save_s:  the part of `work_s` in which the program wrote its results.
+    """
+
+    work_s: float
+    startup_s: float = 0.0
+    save_s: float = 0.0
+
+
+def read_durations(
+    run: RunDir, graph: Graph, control: Control, kind: str, *, before: int
+) -> list[Duration]:
+    """Of the last committed stages of `kind`, those of iterations below `before`, newest first."""
+    found = []
+    for iteration in range(before - 1, max(-1, before - 1 - WINDOW), -1):
+        if all(node.kind != kind for node in graph.stages(iteration)):
+            continue
+        ref = StageRef(iteration, kind)
+        commit = read_commit(run, Slot(iteration, kind, control.timeline_of(ref)))
+        duration = None if commit is None else parse_duration(commit.provenance)
+        if duration is not None:
+            found.append(duration)
+    return found
+
+
+def parse_duration(provenance: dict[str, object]) -> Duration | None:
+    """The times in a commit's provenance; None if it holds none (an assembled one)."""
+    numbers = {
+        name: value
+        for name in ("started", "ended", "startup_s", "save_s")
+        if isinstance(value := provenance.get(name, 0.0), int | float)
+    }
+    work_s = numbers.get("ended", 0.0) - numbers.get("started", 0.0)
+    if work_s <= 0 or not numbers.get("started"):
+        return None
+    return Duration(work_s, numbers.get("startup_s", 0.0), numbers.get("save_s", 0.0))
+
+
+def learn_wall_time(
+    run: RunDir, graph: Graph, control: Control, link: Link, *, longest_s: float | None, tries: int
+) -> WallTime:
+    """What to ask for a link's job.
+
+    longest_s: the most that may be asked for (the partition's limit), None: not known.
+    tries: attempts that the time limit ended; each asks for half as much again.
+    """
+    past = [read_durations(run, graph, control, kind, before=link.iteration) for kind in link.kinds]
+    if link.iteration == 0 or any(len(durations) < _FEWEST for durations in past):
+        return WallTime(None if longest_s is None else int(longest_s))
+    return plan_wall_time(past, longest_s=longest_s, tries=tries)
+
+
+def count_timeouts(run: RunDir, graph: Graph, control: Control, link: Link) -> int:
+    """Attempts of a link's stages that the time limit ended."""
+    ends = [
+        read_end(run, slot, claim)
+        for ref in link.stages
+        for slot in slots_of(graph, control, ref)
+        for claim in read_claims(run, slot)
+    ]
+    return sum(end is not None and end.outcome == "timed_out" for end in ends)
+
+
+def plan_wall_time(
+    past: Sequence[Sequence[Duration]], *, longest_s: float | None, tries: int = 0
+) -> WallTime:
+    """Wall time of a job that runs stages with these pasts in turn. Pure.
+
+    The limit is the sum of their 95th percentiles and a margin; the shortest of use is made
+    from their medians in the same way, so that backfill finds gaps.
+    """
+    signal_s = plan_signal(past)
+    if longest_s is not None:  # a job that is told to stop at once does nothing
+        signal_s = min(signal_s, int(longest_s / 2))
+    startup_s = max((d.startup_s for durations in past for d in durations), default=0.0)
+
+    def asked(share: float) -> int:
+        work_s = sum(percentile([d.work_s for d in durations], share) for durations in past)
+        seconds = ((startup_s + work_s) * _FACTOR + _EXTRA_S) * 1.5**tries + signal_s
+        seconds = seconds if longest_s is None else min(seconds, longest_s)
+        return 60 * math.ceil(seconds / 60) if longest_s is None else math.ceil(seconds)
+
+    limit_s = asked(0.95)
+    return WallTime(limit_s, min(asked(0.5), limit_s), signal_s)
+
+
+def plan_signal(past: Iterable[Sequence[Duration]]) -> int:
+    """How long before its end a job must be told: twice its longest save, and Slurm's own slack."""
+    saves = [d.save_s for durations in past for d in durations]
+    return math.ceil(_SIGNAL_EXTRA_S + 2 * max(saves, default=0.0))
+
+
+def plan_deadline(durations: Sequence[Duration], *, longest_s: float) -> float:
+    """Seconds after which a stage is taken to hang: far above all that was seen, at most
+    `longest_s`."""
+    if len(durations) < _FEWEST:
+        return longest_s
+    return min(longest_s, max(600.0, 5 * percentile([d.work_s for d in durations], 0.95)))
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that `share` of them do not exceed.
+
+    >>> percentile([1.0, 2.0, 3.0, 4.0], 0.5)
+    2.0
+    """
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

@@ -1,0 +1,136 @@
+"""The slots of a stage, and how its attempts fared: read for planning and for claiming."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slurm_rl.chain.graph import Graph
+from slurm_rl.chain.scheduler import JobState, QueuedJob
+from slurm_rl.chain.view import SlotView, Spec
+from slurm_rl.storage.claims import AttemptEnd, attempt_dir, read_claims, read_elapsed, read_end
+from slurm_rl.storage.commits import read_commit
+from slurm_rl.storage.control import Control
+from slurm_rl.storage.rundir import RunDir
+from slurm_rl.types import Claim, Slot, StageRef
+
+_NO_FAILURES = ("stopped", "superseded", "committed")
+_AT_WORK = (JobState.RUNNING, JobState.UNKNOWN)
+_WAITS = (JobState.PENDING, JobState.HELD)
+
+
+def slots_of(graph: Graph, control: Control, ref: StageRef) -> list[Slot]:
+    """The slots in which the stage is worked on."""
+    num_shards = graph.node(ref.kind).num_shards
+    timeline = control.timeline_of(ref)
+    if num_shards == 1:
+        return [Slot(ref.iteration, ref.kind, timeline)]
+    return [Slot(ref.iteration, ref.kind, timeline, shard) for shard in range(num_shards)]
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One attempt that is over. `died` is when, by the clock of the run's file system.
+
+    was_requeued: it was killed without a word, and its very job is back: the scheduler did it.
+    """
+
+    claim: Claim
+    end: AttemptEnd | None
+    died: float
+    was_requeued: bool
+
+    @property
+    def has_failed(self) -> bool:
+        if self.end is None:
+            return not self.was_requeued
+        return self.end.outcome not in _NO_FAILURES
+
+    @property
+    def was_stopped(self) -> bool:
+        return self.was_requeued if self.end is None else self.end.outcome == "stopped"
+
+    @property
+    def node(self) -> str:
+        return (self.end.node if self.end is not None else "") or self.claim.host
+
+
+def view_slot(
+    run: RunDir,
+    control: Control,
+    slot: Slot,
+    queue: tuple[QueuedJob, ...] | None,
+    now: float,
+    spec: Spec,
+) -> SlotView:
+    """A slot of a stage that is not committed as a whole.
+
+    An attempt counts as failed if it ended without a commit, unless it was told to stop or was
+    superseded; one that says it committed is believed (its COMMIT may show late). The last one
+    does not count while its job may be at work.
+    """
+    name = str(slot)
+    if slot.shard is not None and read_commit(run, slot) is not None:
+        return SlotView(name, slot.shard, True)
+    base = dict(control.forgiven).get(name, 0)
+    tried = [t for t in read_tried(run, slot, queue) if t.claim.epoch > base]
+    failed = [t for t in tried if t.has_failed]
+    num_stops = sum(t.was_stopped for t in tried)
+    if not failed:
+        return SlotView(name, slot.shard, num_stops=num_stops)
+    last = failed[-1]
+    return SlotView(
+        name,
+        slot.shard,
+        failures=len(failed),
+        # Whoever left word of it may have read another clock: never wait longer for that.
+        since_failure_s=max(0.0, now - last.died),
+        last_error=last.end.message if last.end is not None else "killed without a word",
+        log=str(attempt_dir(run, slot, last.claim)),
+        num_stops=num_stops,
+        is_repeating=_is_repeating(failed),
+        bad_nodes=_find_bad_nodes(failed, now - spec.exclude_s),
+    )
+
+
+def read_tried(run: RunDir, slot: Slot, queue: tuple[QueuedJob, ...] | None) -> list[Tried]:
+    """The attempts at a slot that are over, as far as anyone can tell, by epoch."""
+    jobs = queue or ()
+    at_work = {job.claim_token for job in jobs if job.state in _AT_WORK}
+    waiting = {job.claim_token for job in jobs if job.state in _WAITS}
+    claims = read_claims(run, slot)
+    found = []
+    for number, claim in enumerate(claims):
+        end = read_end(run, slot, claim)
+        is_last = number == len(claims) - 1
+        if end is None and is_last and (queue is None or claim.job_token in at_work):
+            continue
+        later = {other.job_token for other in claims[number + 1 :]} | waiting
+        died = end.ended if end is not None else claim.claimed + read_elapsed(run, slot, claim)
+        found.append(Tried(claim, end, died, end is None and claim.job_token in later))
+    return found
+
+
+def _is_repeating(failed: Sequence[Tried]) -> bool:
+    """Whether the last two failed in the same way, in a way that a retry does not mend."""
+    ends = [tried.end for tried in failed[-2:]]
+    if len(ends) < 2 or ends[0] is None or ends[1] is None:
+        return False
+    first, second = ends[0], ends[1]
+    same = (first.error, first.place) == (second.error, second.place)
+    return same and bool(second.place) and second.blame == "repeat"
+
+
+def _find_bad_nodes(failed: Sequence[Tried], since: float) -> tuple[str, ...]:
+    """Where attempts failed after `since`, if it may have been the node's fault."""
+    nodes = {
+        tried.node
+        for tried in failed
+        if tried.died > since and not _is_no_nodes_fault(tried.end)
+    }
+    return tuple(sorted(nodes - {""}))
+
+
+def _is_no_nodes_fault(end: AttemptEnd | None) -> bool:
+    """The user's, or the shared file system's."""
+    return end is not None and (end.blame == "user" or end.error == "SpaceError")

@@ -1,0 +1,108 @@
+"""set: other settings or user code for a run that is under way, recorded with where they begin."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from slurm_rl.chain.advance import look
+from slurm_rl.chain.observe import find_head
+from slurm_rl.chain.slots import read_tried, slots_of
+from slurm_rl.chain.view import View
+from slurm_rl.cli.runs import find_own_run
+from slurm_rl.cli.terminal import say
+from slurm_rl.config.changes import apply_changes, check_changes
+from slurm_rl.config.derive import settings_digest
+from slurm_rl.config.load import change_settings
+from slurm_rl.config.preflight import check_files
+from slurm_rl.config.problems import raise_problems
+from slurm_rl.errors import ConfigError, NothingDone
+from slurm_rl.launch.build import OpenRun
+from slurm_rl.launch.stage_settings import code_digest_of
+from slurm_rl.storage.claims import read_latest_claim
+from slurm_rl.storage.commits import has_commit
+from slurm_rl.storage.control import Change, Control, write_change
+from slurm_rl.storage.owner import current_user
+from slurm_rl.storage.snapshot import snapshot_code
+from slurm_rl.types import StageRef
+
+
+def change_run(path: Path, assignments: list[str]) -> None:
+    """Change settings (`a.b=c`) or adopt code (`code=FOLDER[,FOLDER…]`) from now on.
+
+    What shapes numbers holds from the first stage that nobody works on or has committed; what
+    belongs to jobs holds for every job submitted from now on. Raises ConfigError for a setting
+    that a run cannot change, NothingDone if nothing would be other than it is.
+    """
+    opened = find_own_run(path)
+    view = look(opened.chain)
+    control = view.control
+    folders = [a.partition("=")[2] for a in assignments if a.partition("=")[0] == "code"]
+    others = [a for a in assignments if a.partition("=")[0] != "code"]
+    values, shapes = _plan_values(opened, control, others)
+    code_digest = _take_code(opened, control, folders[-1]) if folders else None
+    if not values and code_digest is None:
+        raise NothingDone(f"{opened.run.root}: that is how it is already")
+    first = find_untouched(opened, view)
+    by = f"{current_user()}@{socket.gethostname()}"
+    write_change(opened.run, Change(first.iteration, first.kind, values, code_digest, by))
+    told = [f"{name} = {value!r}" for name, value in values.items()]
+    told += ["the code"] if code_digest is not None else []
+    since = f"from {first} on" if shapes or folders else "for jobs from now on"
+    say(f"{opened.run.root}: {', '.join(told)}: {since}")
+
+
+def find_untouched(opened: OpenRun, view: View) -> StageRef:
+    """The first stage that is not committed, nor at work: a change before it would change history.
+
+    An attempt that runs keeps what it began with.
+    """
+    graph, control = opened.chain.graph, view.control
+    iteration = find_head(opened.run, graph, control)
+    while iteration < graph.num_iterations:
+        for node in graph.stages(iteration):
+            ref = StageRef(iteration, node.kind)
+            if not _is_begun(opened, view, ref):
+                return ref
+        iteration += 1
+    return StageRef(iteration, graph.nodes[0].kind)
+
+
+def _is_begun(opened: OpenRun, view: View, ref: StageRef) -> bool:
+    """Whether the stage, or a shard of it, has a commit or may be making one."""
+    for slot in slots_of(opened.chain.graph, view.control, ref):
+        last = read_latest_claim(opened.run, slot)
+        tried = {t.claim.epoch for t in read_tried(opened.run, slot, view.queue)}
+        if has_commit(opened.run, slot) or (last is not None and last.epoch not in tried):
+            return True
+    return False
+
+
+def _plan_values(
+    opened: OpenRun, control: Control, assignments: list[str]
+) -> tuple[dict[str, Any], bool]:
+    """The values that differ from those that hold, and whether they shape numbers."""
+    if not assignments:
+        return {}, False
+    earlier = [change.values for change in control.changes]
+    before = apply_changes(opened.identity.settings, earlier)
+    settings, values = change_settings(before, assignments)
+    check_changes(values, before=before)
+    if settings.num_rollout < opened.settings.num_rollout:
+        raise ConfigError(
+            f"num_rollout = {settings.num_rollout} is less than {opened.settings.num_rollout}",
+            hint="a run can be made longer; to end it now, `slurm-rl cancel`",
+        )
+    raise_problems(check_files(settings), {(): str(opened.run.root)})
+    if settings == opened.settings:
+        return {}, False
+    return values, settings_digest(settings) != settings_digest(opened.settings)
+
+
+def _take_code(opened: OpenRun, control: Control, text: str) -> str | None:
+    """Digest of a new snapshot of the folders; None if it is the one that holds."""
+    folders = [Path(os.path.abspath(os.path.expanduser(part))) for part in text.split(",")]
+    digest = snapshot_code(opened.run, folders)
+    return None if digest == code_digest_of(opened.identity, control, None) else digest
