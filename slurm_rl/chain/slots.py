@@ -124,9 +124,7 @@ def _is_repeating(failed: Sequence[Tried]) -> bool:
 def _find_bad_nodes(failed: Sequence[Tried], since: float) -> tuple[str, ...]:
     """Where attempts failed after `since`, if it may have been the node's fault."""
     nodes = {
-        tried.node
-        for tried in failed
-        if tried.died > since and not _is_no_nodes_fault(tried.end)
+        tried.node for tried in failed if tried.died > since and not _is_no_nodes_fault(tried.end)
     }
     return tuple(sorted(nodes - {""}))
 

@@ -28,7 +28,8 @@ OFTEN = ("kill", "preempt", "split brain, the old one goes on", "another advance
 def test_a_fault_at_every_place_of_a_plain_run(arena: NewArena, name: str) -> None:
     fault, bounds, reads = FAULTS[name]
     ground = arena()
-    ground.try_all(ground.sites(reads=reads), fault, bounds)
+    # Every second place where reads count too: schedules of faults (`test_chaos`) fall anywhere.
+    ground.try_all(ground.sites(reads=reads)[:: 2 if reads else 1], fault, bounds)
 
 
 @pytest.mark.parametrize("name", OFTEN)

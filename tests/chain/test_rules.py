@@ -21,10 +21,12 @@ from slurm_rl.launch.memory import MemoryJob
 from slurm_rl.launch.memory_process import Effect, Process
 from slurm_rl.launch.supervisor import Supervisor
 from slurm_rl.storage.control import (
+    Change,
     clear_stops,
     read_control,
     start_timeline,
     write_budget,
+    write_change,
     write_pause,
 )
 from slurm_rl.types import StageRef
@@ -335,3 +337,38 @@ def test_a_smaller_window_submits_no_further_ahead(folder: Path) -> None:
     world.cluster.before = look
     assert world.finish()
     assert worst <= 2  # a link, and the one before that is about to end
+
+
+# -- people and machines at once --------------------------------------------------------------------
+
+
+def test_a_change_in_the_middle_of_an_advance_does_not_end_the_chain(folder: Path) -> None:
+    """What was planned from the old control is planned again: nobody else may look for long."""
+    for number in range(1, 400):
+        root = folder / str(number)
+        root.mkdir()
+        world = make_world(root)
+
+        def change(cluster: object, process: Process, world: World = world) -> None:
+            write_change(world.run, Change(0, "init", values={"chain.window": 3}))
+
+        world.cluster.before = At({number: change})
+        shell = world.shell("submit")
+        world.cluster.run_for(0.5)
+        assert len(live_links(world)) == 3, number
+        assert sum(job.is_tick for job in world.cluster.live_jobs()) == 1, number
+        if shell.effects < number:
+            return
+    raise AssertionError("the advance never ended")
+
+
+def test_a_lonely_tick_stays_until_there_are_two_others(folder: Path) -> None:
+    world = make_world(folder, tick_s=300.0)
+    fail_stage(world.run.root, "init", 0, how="hang")
+    world.shell()
+    world.cluster.run_for(290.0)
+    assert sum(job.is_tick for job in world.cluster.live_jobs()) == 1
+    world.cluster.run_for(30.0)
+    pending = [j for j in world.cluster.live_jobs() if j.is_tick and j.state is JobState.PENDING]
+    assert len(pending) == 2
+    assert abs(pending[0].submitted - pending[1].submitted) > 10.0

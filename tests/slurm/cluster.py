@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import subprocess
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 _TOOL = Path(__file__).parents[2] / "tools" / "slurm_cluster.sh"
-#: Beside the default's, so that a developer's own cluster may run at the same time.
-_PORT = 26817
+#: First ports that are tried: above the tool's own, below those that Linux hands out.
+_PORTS = range(18000, 32000, 100)
 
 T = TypeVar("T")
 
@@ -23,6 +25,14 @@ class Cluster:
 
     root: Path
     num_nodes: int = 3
+    port: int = field(default_factory=lambda: find_ports())
+    #: Further variables of the tool, without their common beginning: `{"GPUS": "1"}`.
+    knobs: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def program(self) -> Path:
+        """The tool itself, for commands whose end is of interest."""
+        return _TOOL
 
     @property
     def conf(self) -> Path:
@@ -33,8 +43,9 @@ class Cluster:
         env = os.environ | {
             "SLURM_CLUSTER_DIR": str(self.root),
             "SLURM_CLUSTER_NODES": str(self.num_nodes),
-            "SLURM_CLUSTER_PORT": str(_PORT),
+            "SLURM_CLUSTER_PORT": str(self.port),
             "SLURM_CLUSTER_GRACE": "2",
+            **{f"SLURM_CLUSTER_{name}": value for name, value in self.knobs.items()},
         }
         done = subprocess.run([_TOOL, *argv], env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
@@ -59,6 +70,47 @@ class Cluster:
         """Cancel every job, and wait until the nodes are free."""
         self.call("scancel", "--user", str(os.getuid()))
         wait_for(lambda: not self.call("squeue", "-h", "-o", "%i").strip(), what="an empty queue")
+
+
+def find_ports() -> int:
+    """The first of a hundred ports that nobody listens on: several clusters may run at once."""
+    # Each process begins elsewhere, so that two that start together do not choose the same.
+    offset = os.getpid() * 7 % len(_PORTS)
+    for first in [*_PORTS[offset:], *_PORTS[:offset]]:
+        if all(is_free(first + number) for number in (0, 1, 2, 3, 4, 90, 91)):
+            return first
+    raise RuntimeError(f"no hundred free ports from {_PORTS[0]} to {_PORTS[-1]}")
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+@contextlib.contextmanager
+def running(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster, up and the one that Slurm's commands here go to; wiped at the end."""
+    cluster.root.mkdir(parents=True, exist_ok=True)
+    # Readable for any node's daemons, whoever they run as.
+    for folder in (cluster.root, *list(cluster.root.parents)[:2]):
+        if folder.stat().st_uid == os.getuid() and folder != Path("/"):
+            folder.chmod(folder.stat().st_mode | 0o055)
+    before = os.environ.get("SLURM_CONF")
+    os.environ["SLURM_CONF"] = str(cluster.conf)
+    try:
+        cluster.tool("start")
+        yield cluster
+    finally:
+        if before is None:
+            os.environ.pop("SLURM_CONF")
+        else:
+            os.environ["SLURM_CONF"] = before
+        cluster.tool("stop", "--wipe")
 
 
 def wait_for(look: Callable[[], T], *, what: str, timeout_s: float = 30.0) -> T:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slurm.cluster import Cluster
+from slurm.cluster import Cluster, running
 
 HERE = Path(__file__).parent
 
@@ -23,20 +23,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def running_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if os.getuid() != 0:
         pytest.skip("a cluster of namespaces needs root")
-    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
-    # Readable for any node's daemons, whoever they run as.
-    for folder in (cluster.root, *list(cluster.root.parents)[:2]):
-        folder.chmod(0o755)
-    before = os.environ.get("SLURM_CONF")
-    os.environ["SLURM_CONF"] = str(cluster.conf)
-    try:
-        cluster.tool("start")
+    with running(Cluster(tmp_path_factory.mktemp("slurm"))) as cluster:
         yield cluster
-    finally:
-        cluster.tool("stop", "--wipe")
-        os.environ.pop("SLURM_CONF")
-        if before is not None:
-            os.environ["SLURM_CONF"] = before
 
 
 @pytest.fixture

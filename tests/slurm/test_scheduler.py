@@ -118,27 +118,27 @@ def test_dependencies(make: MakeScheduler, tmp_path: Path) -> None:
     scheduler = make()
     first = scheduler.submit(request("x.a", tmp_path))
     other = scheduler.submit(request("x.b", tmp_path))
-    waiting = scheduler.submit(request("y.c", tmp_path, after=first))
+    waiting = scheduler.submit(request("y.c", tmp_path, after=(first,)))
     job = look(scheduler, waiting)
     assert (job.state, job.reason, job.after) == (JobState.PENDING, "Dependency", (first,))
-    scheduler.repoint(waiting, other)
+    scheduler.repoint(waiting, (other,))
     assert look(scheduler, waiting).after == (other,)
-    scheduler.repoint(waiting, None)
+    scheduler.repoint(waiting, ())
     await_state(scheduler, waiting, JobState.RUNNING)
-    scheduler.repoint(waiting, first)  # too late, and no error
+    scheduler.repoint(waiting, (first,))  # too late, and no error
 
 
 def test_the_end_of_a_failed_job_wakes_the_next(make: MakeScheduler, tmp_path: Path) -> None:
     first = make("exit 7").submit(request("x.a", tmp_path))
     scheduler = make()
-    waiting = scheduler.submit(request("y.b", tmp_path, after=first))
+    waiting = scheduler.submit(request("y.b", tmp_path, after=(first,)))
     await_state(scheduler, waiting, JobState.RUNNING)
 
 
 def test_an_array_of_shards(make: MakeScheduler, tmp_path: Path) -> None:
     scheduler = make("echo task $SLURM_ARRAY_TASK_ID; sleep 300")
     job_id = scheduler.submit(request("x.a", tmp_path, shards=(0, 1, 5)))
-    waiting = scheduler.submit(request("y.b", tmp_path, after=job_id))
+    waiting = scheduler.submit(request("y.b", tmp_path, after=(job_id,)))
     jobs = {job.task: job for job in scheduler.query() if job.base_id == job_id}
     assert set(jobs) == {0, 1, 5}
     assert look(scheduler, waiting).after == (job_id,)
@@ -154,7 +154,7 @@ def test_an_array_of_shards(make: MakeScheduler, tmp_path: Path) -> None:
 def test_a_pending_array_is_spelled_out(make: MakeScheduler, tmp_path: Path) -> None:
     scheduler = make()
     first = scheduler.submit(request("x.a", tmp_path))
-    job_id = scheduler.submit(request("y.b", tmp_path, shards=tuple(range(200)), after=first))
+    job_id = scheduler.submit(request("y.b", tmp_path, shards=tuple(range(200)), after=(first,)))
     tasks = [job.task for job in scheduler.query() if job.base_id == job_id]
     assert sorted(tasks) == list(range(200))
 
@@ -175,7 +175,7 @@ def test_cancel(make: MakeScheduler, tmp_path: Path) -> None:
     scheduler = make()
     running = scheduler.submit(request("x.a", tmp_path))
     await_state(scheduler, running, JobState.RUNNING)
-    pending = scheduler.submit(request("y.b", tmp_path, after=running))
+    pending = scheduler.submit(request("y.b", tmp_path, after=(running,)))
     scheduler.cancel([pending, running, "999999"])
     assert await_state(scheduler, pending, JobState.ENDED).raw == "CANCELLED"
     assert await_state(scheduler, running, JobState.ENDED).raw == "CANCELLED"
@@ -259,7 +259,7 @@ def test_a_stopped_controller_says_nothing(
         lambda: scheduler.submit(request("x.b", tmp_path)),
         lambda: scheduler.cancel([job_id]),
         lambda: scheduler.requeue(job_id),
-        lambda: scheduler.repoint(job_id, None),
+        lambda: scheduler.repoint(job_id, ()),
     ]
     with ThreadPoolExecutor(len(calls)) as pool:  # each takes Slurm nine seconds
         errors = [future.exception() for future in [pool.submit(call) for call in calls]]

@@ -15,8 +15,16 @@ Fault = Callable[[MemoryCluster, Process], None]
 
 
 def job_of(cluster: MemoryCluster, process: Process) -> MemoryJob | None:
-    """The job that a process is the present life of."""
-    return next((job for job in cluster.jobs if job.process is process), None)
+    """The job that a process, or what it is the program of, is the present life of."""
+    return next(
+        (j for j in cluster.jobs if j.process and process in (j.process, j.process.program)), None
+    )
+
+
+def kill_life(cluster: MemoryCluster, job: MemoryJob) -> None:
+    """What a job runs as is gone, without the controller's knowing."""
+    if job.process is not None:
+        cluster.kill_process(job.process)
 
 
 def kill(cluster: MemoryCluster, process: Process) -> None:

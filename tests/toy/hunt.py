@@ -6,20 +6,37 @@ with 1 as soon as a run breaks a rule, and with 0 if none does.
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import functools
+import logging
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slurm_rl.launch.memory import MemoryCluster
+from slurm_rl.launch.memory import Habits, MemoryCluster
 from slurm_rl.launch.memory_process import Effect, Process
+from slurm_rl.storage.fs import Fs
 from toy import faults
 from toy.faults import At, Fault, first_of_each
-from toy.world import World, make_settings, record_effects
+from toy.faulty_fs import WRITES, FaultyFs, StorageFault
+from toy.judge import Judge, find_losses
+from toy.mirror_fs import MirrorFs
+from toy.world import HABITS, World, make_settings, record_effects
+
+
+@dataclass
+class StorageView:
+    """What processes see of the file system: `faults` strike them."""
+
+    faults: list[StorageFault] = field(default_factory=list)
+
+    def __call__(self, process: Process, fs: Fs) -> Fs:
+        return FaultyFs(fs, self.faults, process.node)
 
 
 @dataclass(frozen=True)
@@ -30,6 +47,7 @@ class Bounds:
     claims: int = 1
     cancelled: int = 0
     limit_s: float = 5_000.0
+    may_fail: bool = False
 
 
 @dataclass
@@ -38,12 +56,19 @@ class Arena:
 
     folder: Path
     changes: dict[str, Any]
+    habits: Habits = HABITS
 
     def new_world(self) -> World:
         """A fresh run in a fresh directory; the one before is gone."""
-        shutil.rmtree(self.folder / "run", ignore_errors=True)
-        (self.folder / "run").mkdir(parents=True)
-        return World(self.folder / "run", make_settings(self.folder / "run", **self.changes))
+        root = self.folder / "run"
+        shutil.rmtree(root, ignore_errors=True)
+        root.mkdir(parents=True)
+        fs = MirrorFs()
+        world = World(root, make_settings(root, **self.changes), habits=self.habits, fs=fs)
+        fs.clock = world.cluster.clock
+        world.cluster.view = StorageView()
+        world.on_step = Judge(world, max_submissions=20, max_ticks=4).look
+        return world
 
     @functools.cached_property
     def undisturbed(self) -> tuple[list[tuple[Process, Effect]], dict[str, str]]:
@@ -63,10 +88,11 @@ class Arena:
         effects = self.undisturbed[0]
         return [n for n, (_, effect) in enumerate(effects, 1) if reads or effect.is_write]
 
-    def effects_of(self, program: str) -> list[int]:
+    def effects_of(self, program: str, *, but_first: bool = False) -> list[int]:
         """Every effect of the jobs that run `program` (`link` or `tick`)."""
-        effects = self.undisturbed[0]
-        return [n for n, (p, _) in enumerate(effects, 1) if p.command[:1] == (program,)]
+        numbered = list(enumerate(self.undisturbed[0], 1))
+        found = [(n, p) for n, (p, _) in numbered if p.command[:1] == (program,)]
+        return [n for n, p in found if not (but_first and p is found[0][1])]
 
     def try_at(self, number: int, fault: Fault, bounds: Bounds) -> None:
         """One run with `fault` before its effect `number`; AssertionError says what broke."""
@@ -80,8 +106,10 @@ class Arena:
         """Let the run end, and hold it against the rules."""
         try:
             assert world.finish(limit_s=bounds.limit_s), "the run did not complete"
-            world.check()
+            world.check(may_fail=bounds.may_fail)
             assert world.digests() == self.undisturbed[1], "other content than undisturbed"
+            world.on_step()
+            assert not find_losses(world), find_losses(world)
             found = (max(world.num_submissions().values()), world.num_claims())
             assert found[0] <= bounds.submissions, f"{found[0]} submissions of one link"
             assert found[1] <= bounds.claims, f"{found[1]} claims of one slot"
@@ -115,17 +143,37 @@ def second_shell(wait_s: float) -> Fault:
     return happen
 
 
+def storage_error(cluster: MemoryCluster, process: Process) -> None:
+    """This operation fails, once."""
+    assert isinstance(cluster.view, StorageView)
+    cluster.view.faults.append(StorageFault(errno.EIO, ops=WRITES, node=process.node))
+
+
+def lose_tick_and_links(cluster: MemoryCluster, process: Process) -> None:
+    """This tick dies, and all links are gone: what is left is the other tick."""
+    for job in [job for job in cluster.live_jobs() if not job.is_tick]:
+        faults.kill_life(cluster, job)
+        cluster.jobs.remove(job)
+    faults.kill(cluster, process)
+
+
 #: name -> (fault, bounds, whether it matters at reads too)
 FAULTS: dict[str, tuple[Fault, Bounds, bool]] = {
     "kill": (faults.kill, Bounds(2, 2), False),
     "kill and requeue": (faults.kill_and_requeue, Bounds(2, 2), False),
     "preempt": (faults.preempt, Bounds(1, 2), False),
+    "preempt, and no way back": (faults.preempt, Bounds(2, 2), False),
     "split brain, the old one goes on": (faults.split_brain(0.0), Bounds(2, 2, cancelled=1), False),
     "split brain, the old one wakes late": (faults.split_brain(60.0), Bounds(2, 2), True),
     "node failed, the old one wakes late": (
         faults.split_brain(60.0, requeue=False),
         Bounds(2, 2),
         True,
+    ),
+    "node failed, the old one goes on": (
+        faults.split_brain(0.0, requeue=False),
+        Bounds(2, 1, cancelled=1),
+        False,
     ),
     "a short stall": (faults.stall(3.0), Bounds(), True),
     "a long stall": (faults.stall(500.0), Bounds(2, 2), True),
@@ -140,29 +188,69 @@ FAULTS: dict[str, tuple[Fault, Bounds, bool]] = {
         False,
     ),
     "controller is silent": (faults.controller_is_silent(100.0), Bounds(2), True),
+    "a storage error": (storage_error, Bounds(3, 3, cancelled=9, may_fail=True), False),
     "pending jobs held": (faults.hold_pending, Bounds(2, cancelled=3), False),
 }
 
-#: What a mutant is hunted with: (settings, names of faults).
-#: The program whose every effect is tried; without one, one effect for each place in the code.
-SUITES: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
-    "kills": ({}, ("kill", "split brain, the old one wakes late"), ""),
-    "ticks": ({"tick_s": 7.0, "shards": 2}, ("a short stall",), "tick"),
-    "plain ticks": ({"tick_s": 7.0, "retry_delay_s": 0.0}, ("a short stall",), "tick"),
-    "advances": ({}, ("another advance", "a long stall"), ""),
-    "controller": ({}, ("ids reissued to a stranger", "controller is silent"), ""),
-    "forgets": ({}, ("controller forgets", "submission lost"), ""),
+#: Those, and what makes sense for some programs only.
+HUNTED = FAULTS | {
+    "the last tick but one": (lose_tick_and_links, Bounds(3, 3, cancelled=9), True),
+    "a stall": (faults.stall(60.0), Bounds(2, 2), True),
 }
 
 
-def hunt(folder: Path, suite: str, *, report: Callable[[str], object] = print) -> bool:
+@dataclass(frozen=True)
+class Suite:
+    """What a mutant is hunted with: runs of a kind, each with one of the faults at one effect.
+
+    program: whose every effect is tried; without one, one effect for each place in the code.
+    but_first: leaves the first job of the program alone.
+    """
+
+    faults: tuple[str, ...]
+    changes: dict[str, Any] = field(default_factory=dict)
+    program: str = ""
+    habits: Habits = HABITS
+    but_first: bool = False
+
+
+SUITES = {
+    "kills": Suite(("kill", "split brain, the old one wakes late")),
+    "lease": Suite(("node failed, the old one goes on",), {"retry_delay_s": 0.0}),
+    "ticks": Suite(("a short stall",), {"tick_s": 7.0, "shards": 2}, "tick"),
+    "plain ticks": Suite(("a short stall",), {"tick_s": 7.0, "retry_delay_s": 0.0}, "tick"),
+    "last tick": Suite(
+        ("the last tick but one",),
+        {"tick_s": 30.0, "rollout_batch_size": 40},
+        "tick",
+        but_first=True,
+    ),
+    "tidy ticks": Suite(
+        ("a stall",),
+        {"tick_s": 7.0, "retention": {"keep_last": 2, "gc_grace_s": 1.0}},
+    ),
+    "advances": Suite(("another advance", "a long stall")),
+    "controller": Suite(("ids reissued to a stranger", "controller is silent")),
+    "forgets": Suite(("controller forgets", "submission lost")),
+    "made": Suite(("submission made, but timed out",)),
+    "signals": Suite(
+        ("preempt, and no way back",),
+        habits=dataclasses.replace(HABITS, user_signal=True, can_requeue=False),
+    ),
+    "storage": Suite(("a storage error",), program="link"),
+}
+
+
+def hunt(folder: Path, name: str, *, report: Callable[[str], object] = print) -> bool:
     """Whether some run of the suite breaks a rule."""
-    changes, names, program = SUITES[suite]
+    suite = SUITES[name]
     try:
-        for name in names:
-            fault, bounds, reads = FAULTS[name]
-            arena = Arena(folder, changes)
-            numbers = arena.effects_of(program) if program else arena.sites(reads=reads)
+        for fault_name in suite.faults:
+            fault, bounds, reads = HUNTED[fault_name]
+            arena = Arena(folder, suite.changes, suite.habits)
+            numbers = arena.sites(reads=reads)
+            if suite.program:
+                numbers = arena.effects_of(suite.program, but_first=suite.but_first)
             arena.try_all(numbers, fault, bounds)
     except AssertionError as error:
         report(f"broken: {error}")
@@ -171,4 +259,5 @@ def hunt(folder: Path, suite: str, *, report: Callable[[str], object] = print) -
 
 
 if __name__ == "__main__":
+    logging.disable(logging.CRITICAL)
     sys.exit(hunt(Path(tempfile.mkdtemp(dir=sys.argv[2])), sys.argv[1]))

@@ -58,6 +58,10 @@ class RecordingFs:
         self.inner.unlink(path)
         self.ops.append(Op("unlink", path))
 
+    def rmdir(self, path: Path) -> None:
+        self.inner.rmdir(path)
+        self.ops.append(Op("rmdir", path))
+
     def mkdir(self, path: Path) -> None:
         for parent in [*reversed(path.parents), path]:
             if not parent.exists():
@@ -69,6 +73,12 @@ class RecordingFs:
 
     def list(self, path: Path) -> list[str]:
         return self.inner.list(path)
+
+    def size(self, path: Path) -> int:
+        return self.inner.size(path)
+
+    def now(self, folder: Path) -> float:
+        return self.inner.now(folder)
 
 
 @dataclass
@@ -115,7 +125,7 @@ def replay(ops: list[Op], root: Path) -> Inode:
         elif op.kind == "fsync":
             inode = folder.names[name]
             inode.safe_data = inode.data or b""
-        elif op.kind == "unlink":
+        elif op.kind in ("unlink", "rmdir"):
             folder.change(name, None, None)
         elif op.target is not None:
             assert op.target.parent == op.path.parent, "names move inside one directory"

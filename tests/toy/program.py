@@ -8,13 +8,19 @@ in real time:
     python program.py -u -m slurm_rl.stages ORDER.json        (all but the last is ignored)
 
 On demand it fails: `<run>/toy/fail-<kind>-<iteration>.json` holds `{"how": …, "times": n}` with
-how = user | system | crash | hang | lie (exit 0 and no result) | rank (a user's error of one rank,
-after which srun ends the others and reports their SIGTERM).
+how = user | system | again (a retry does not mend it) | crash | hang | lie (exit 0 and no result) | rank (a user's error of one rank,
+after which srun ends the others and reports their SIGTERM). Where `TOY_FAIL_RATE` is set, as
+`0.05:7`, that share of all attempts fails too (system or crash), drawn from the seed behind it.
+
+It waits at the end of its work while `TOY_HOLD` names a file that holds a smaller number than the
+stage's place in the run: who disturbs a chain can then be sure that it does not end too early.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import signal
 import sys
@@ -23,10 +29,11 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from slurm_rl.errors import CorruptError, DataError, EngineError, SlurmRlError
+from slurm_rl.errors import CorruptError, DataError, EngineError, SlurmRlError, StorageError
 from slurm_rl.seeds import derive_seed
-from slurm_rl.storage.digest import digest_bytes, digest_entries, digest_file, digest_value
-from slurm_rl.storage.durable import seal_files, write_file
+from slurm_rl.storage.damage import check_inputs
+from slurm_rl.storage.digest import digest_bytes, digest_entries, digest_value
+from slurm_rl.storage.durable import look_at_size, seal_files, write_file
 from slurm_rl.storage.fs import POSIX, Fs
 from slurm_rl.types import Input, Order, Result, canonical_json, dump_record, parse_order
 
@@ -56,9 +63,14 @@ def toy_steps(order: Order, *, fs: Fs = POSIX) -> Steps:
         error = blamed(f"told to fail ({how})")
         if how == "rank":
             error.exit_code = 143
+        if how == "again":
+            error.blame, error.place = "repeat", "program.py:1"  # type: ignore[attr-defined]
         raise error
+    yield from wait_for_inputs(order, fs)
     settings = json.loads(fs.read(Path(order.settings_path)))
     result = yield from PROGRAMS[order.kind](order, settings, fs)
+    while place_of(order.kind, order.iteration) > read_hold():
+        yield WORK_S
     write_file(Path(order.attempt_dir) / "result.json", dump_record(result), fs=fs)
     return result
 
@@ -73,7 +85,7 @@ def init_steps(order: Order, settings: dict[str, Any], fs: Fs) -> Generator[floa
 
 def rollout_steps(order: Order, settings: dict[str, Any], fs: Fs) -> Generator[float, None, Result]:
     folder = Path(order.attempt_dir)
-    weights = read_state(order.input("weights"), "weights/state.json")
+    weights = read_state(order.input("weights"), "weights/state.json", fs)
     batch = int(settings["rollout"]["rollout_batch_size"])
     copies = int(settings["rollout"]["n_samples_per_prompt"])
     first = order.inputs["previous"].content["cursor"]["position"] if order.iteration else 0
@@ -87,7 +99,7 @@ def rollout_steps(order: Order, settings: dict[str, Any], fs: Fs) -> Generator[f
             ]
             yield WORK_S
         line = canonical_json({"position": position, "samples": done[position]})
-        fs.append(folder / "journal.jsonl", line + b"\n")
+        fs.append(folder / "journal.jsonl", digest_bytes(line).encode() + b" " + line + b"\n")
     lines = [canonical_json(sample) for position in mine for sample in done[position]]
     fs.create(folder / "samples.jsonl", b"".join(line + b"\n" for line in lines))
     files = seal_files(folder, ["samples.jsonl"], fs=fs)
@@ -104,9 +116,12 @@ def rollout_steps(order: Order, settings: dict[str, Any], fs: Fs) -> Generator[f
 def train_steps(order: Order, settings: dict[str, Any], fs: Fs) -> Generator[float, None, Result]:
     folder = Path(order.attempt_dir)
     rollout, checkpoint = order.input("rollout"), order.input("checkpoint")
-    before = read_state(checkpoint, f"{'checkpoint' if order.iteration else 'weights'}/state.json")
-    samples = read_samples(rollout)
-    check_samples(samples, settings, before, order.iteration)
+    name = f"{'checkpoint' if order.iteration else 'weights'}/state.json"
+    before = read_state(checkpoint, name, fs)
+    samples = read_samples(rollout, fs)
+    check_samples(samples, settings, order.iteration)
+    if before["version"] != order.iteration:
+        raise CorruptError(f"iteration {order.iteration}: continues version {before['version']}")
     yield WORK_S
     after = {
         "version": order.iteration + 1,
@@ -139,10 +154,8 @@ def make_sample(
     return {"position": position, "copy": copy, "text": text, "version": weights["version"]}
 
 
-def check_samples(
-    samples: list[dict[str, Any]], settings: dict[str, Any], before: dict[str, Any], iteration: int
-) -> None:
-    """Every sample of the batch once, from the weights that are trained. Raises CorruptError."""
+def check_samples(samples: list[dict[str, Any]], settings: dict[str, Any], iteration: int) -> None:
+    """Every sample of the batch once, from the very weights that the lag says. Raises CorruptError."""
     batch = int(settings["rollout"]["rollout_batch_size"])
     copies = int(settings["rollout"]["n_samples_per_prompt"])
     wanted = [
@@ -153,8 +166,9 @@ def check_samples(
     found = [(sample["position"], sample["copy"]) for sample in samples]
     if found != wanted:
         raise CorruptError(f"iteration {iteration}: samples {found}, wanted {wanted}")
-    if {sample["version"] for sample in samples} != {before["version"]}:
-        raise CorruptError(f"iteration {iteration}: samples of other weights than the trained ones")
+    wanted_version = max(0, iteration - int(settings["chain"]["lag"]))
+    if {sample["version"] for sample in samples} != {wanted_version}:
+        raise CorruptError(f"iteration {iteration}: samples of other weights than {wanted_version}")
 
 
 def write_state(folder: Path, state: dict[str, Any], fs: Fs) -> None:
@@ -162,35 +176,49 @@ def write_state(folder: Path, state: dict[str, Any], fs: Fs) -> None:
     fs.create(folder / "state.json", canonical_json(state))
 
 
-def read_state(source: Input, name: str) -> dict[str, Any]:
+def wait_for_inputs(order: Order, fs: Fs) -> Generator[float, None, None]:
+    """As real stages do before they read: what shows late is waited for, in the clock's time."""
+    left_s = 45.0
+    while look_at_size(Path(order.attempt_dir) / "order.json", -1, fs=fs) < 0 < left_s:
+        left_s -= 1.0
+        yield 1.0
+    for source in order.inputs.values():
+        for entry in source.content["files"]:
+            path = Path(source.files[entry["path"]])
+            while look_at_size(path, entry["size_bytes"], fs=fs) != entry["size_bytes"]:
+                if left_s <= 0:
+                    break
+                left_s -= 1.0
+                yield 1.0
+
+
+def read_state(source: Input, name: str, fs: Fs) -> dict[str, Any]:
     """A committed state, its digest checked against what was committed."""
-    path = Path(source.files[name])
-    wanted = next(e["digest"] for e in source.content["files"] if e["path"] == name)
-    if digest_file(path) != wanted:
-        raise CorruptError(f"{path}: not what was committed")
-    state: dict[str, Any] = json.loads(path.read_bytes())
+    check_inputs(source, [name], patience_s=0.0, fs=fs)
+    state: dict[str, Any] = json.loads(fs.read(Path(source.files[name])))
     return state
 
 
-def read_samples(rollout: Input) -> list[dict[str, Any]]:
+def read_samples(rollout: Input, fs: Fs) -> list[dict[str, Any]]:
+    check_inputs(rollout, rollout.files, patience_s=0.0, fs=fs)
     lines = [
         json.loads(line)
         for path in rollout.named("samples.jsonl")
-        for line in Path(path).read_bytes().splitlines()
+        for line in fs.read(Path(path)).splitlines()
     ]
     return sorted(lines, key=lambda sample: (sample["position"], sample["copy"]))
 
 
 def read_journals(order: Order) -> dict[int, list[dict[str, Any]]]:
-    """Finished groups of earlier attempts; a torn last line is left out."""
+    """Finished groups of earlier attempts; a torn or damaged line is left out."""
     found = {}
     for folder in order.earlier_attempts:
         path = Path(folder) / "journal.jsonl"
         for line in path.read_bytes().splitlines() if path.exists() else []:
-            try:
-                raw = json.loads(line)
-            except ValueError:
+            digest, _, text = line.partition(b" ")
+            if digest != digest_bytes(text).encode():
                 continue
+            raw = json.loads(text)
             found[int(raw["position"])] = raw["samples"]
     return found
 
@@ -199,7 +227,7 @@ def take_failure(order: Order) -> str | None:
     """How to fail now, if a flag file says so and is not used up."""
     path = Path(order.run_dir) / "toy" / f"fail-{order.kind}-{order.iteration}.json"
     if not path.exists():
-        return None
+        return draw_failure(order, os.environ.get("TOY_FAIL_RATE", ""))
     flag = json.loads(path.read_bytes())
     for number in range(flag.get("times", 1)):
         try:
@@ -210,6 +238,29 @@ def take_failure(order: Order) -> str | None:
     return None
 
 
+def draw_failure(order: Order, wanted: str) -> str | None:
+    """Whether this attempt is one of the `rate` that fail, drawn from `rate:seed`, and how."""
+    if not wanted:
+        return None
+    rate, _, seed = wanted.partition(":")
+    epoch = Path(order.attempt_dir).name.partition("-")[0]
+    drawn = derive_seed(int(seed), "fail", order.kind, order.iteration, order.shard, epoch)
+    if drawn % 10_000 >= float(rate) * 10_000:
+        return None
+    return "crash" if drawn // 10_000 % 2 else "system"
+
+
+def place_of(kind: str, iteration: int) -> int:
+    """The place of a stage in its run: 0 for init, then 1, 2, … in the order of the chain."""
+    return 0 if kind == "init" else 2 * iteration + (1 if kind == "rollout" else 2)
+
+
+def read_hold() -> float:
+    """The place of the last stage that may end now; infinity where nobody holds any back."""
+    path = os.environ.get("TOY_HOLD")
+    return float(Path(path).read_text()) if path else math.inf
+
+
 def fail_stage(run_dir: Path, kind: str, iteration: int, *, how: str, times: int = 1) -> None:
     """Ask the next `times` attempts at a stage to fail."""
     folder = run_dir / "toy"
@@ -218,16 +269,18 @@ def fail_stage(run_dir: Path, kind: str, iteration: int, *, how: str, times: int
     (folder / f"fail-{kind}-{iteration}.json").write_text(flag)
 
 
-def leave_failure(order: Order, error: SlurmRlError, fs: Fs) -> int:
-    """`failure.json` as the real entry point leaves it; the exit status."""
+def leave_failure(order: Order, error: SlurmRlError | OSError, fs: Fs) -> int:
+    """`failure.json` as the real entry point leaves it, if it can; the exit status."""
     failure = {
-        "blame": error.blame,
+        "blame": getattr(error, "blame", "system"),
         "error": type(error).__name__,
-        "message": error.message,
-        "hint": error.hint,
+        "message": getattr(error, "message", str(error)),
+        "hint": getattr(error, "hint", ""),
+        "place": getattr(error, "place", ""),
     }
-    write_file(Path(order.attempt_dir) / "failure.json", canonical_json(failure), fs=fs)
-    return error.exit_code
+    with contextlib.suppress(OSError, StorageError):
+        write_file(Path(order.attempt_dir) / "failure.json", canonical_json(failure), fs=fs)
+    return getattr(error, "exit_code", 1)
 
 
 def main(arguments: list[str]) -> int:

@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections import Counter
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_rl.chain.advance import Chain, advance
+from slurm_rl.chain.advance import Ask, Chain, advance
+from slurm_rl.chain.gc import Keeper, collect_quietly
 from slurm_rl.chain.graph import Graph, build_graph
 from slurm_rl.chain.observe import read_current
-from slurm_rl.chain.plan import Spec
+from slurm_rl.chain.view import Spec
 from slurm_rl.config.schema import Settings
-from slurm_rl.errors import SlurmRlError
+from slurm_rl.errors import SlurmRlError, StorageError
 from slurm_rl.launch.build import make_spec
+from slurm_rl.launch.duty import Timing
 from slurm_rl.launch.job import make_job
 from slurm_rl.launch.memory import Habits, MemoryCluster
 from slurm_rl.launch.memory_process import Effect, Process
-from slurm_rl.launch.supervisor import Supervisor, Timing
+from slurm_rl.launch.stage_settings import StageSettings
+from slurm_rl.launch.supervisor import Supervisor
 from slurm_rl.launch.tick import tick_life
-from slurm_rl.storage.control import read_control
-from slurm_rl.storage.fs import PosixFs
-from slurm_rl.storage.rundir import RunDir, RunIdentity, create_run
-from slurm_rl.types import Commit, StageRef
+from slurm_rl.storage.control import Control, read_control
+from slurm_rl.storage.fs import Fs, PosixFs
+from slurm_rl.storage.rundir import RunDir, RunIdentity, create_run, filesystem_now
+from slurm_rl.types import Commit, Slot, StageRef
 from toy.runner import ToyRunner
 
 DEADLINE_S = 90.0
-TIMING = Timing(lease_s=20.0, heartbeat_s=5.0, poll_s=1.0, wait_s=200.0, stop_grace_s=10.0)
+TIMING = Timing(
+    lease_s=20.0, heartbeat_s=5.0, poll_s=1.0, wait_s=200.0, stop_grace_s=10.0, visible_s=45.0
+)
 HABITS = Habits(requeue_delay_s=30.0, min_job_age_s=60.0, grace_s=10.0)
 
 
@@ -43,9 +50,24 @@ class FastFs(PosixFs):
         self.fsync(path)
 
 
+@dataclass(frozen=True)
+class WorldFs(FastFs):
+    """As the one before, with the cluster's clock for its own."""
+
+    clock: Callable[[], float]
+
+    def now(self, folder: Path) -> float:
+        if not folder.exists():
+            raise FileNotFoundError(folder)
+        return self.clock()
+
+
 def make_settings(root: Path, **changes: object) -> Settings:
     """Settings of a small toy run. `shards`, `pack`, … are named as in the sections."""
-    chain_names = ("pack", "window", "max_attempts", "tick_s", "retry_delay_s")
+    chain_names = (
+        "pack", "lag", "window", "max_attempts", "max_stops", "tick_s", "retry_delay_s", "exclude_s",
+        "budget",
+    )  # fmt: skip
     chain = {name: changes.pop(name) for name in chain_names if name in changes}
     rollout_names = ("shards", "rollout_batch_size")
     rollout = {name: changes.pop(name) for name in rollout_names if name in changes}
@@ -79,12 +101,14 @@ class World:
         habits: Habits = HABITS,
         fits: Callable[[str, str], bool] = lambda have, need: True,
         supervisor_class: type[Supervisor] = Supervisor,
+        fs: Fs | None = None,
     ) -> None:
         self.settings = settings
         self.fits = fits
         self.supervisor_class = supervisor_class
-        self.cluster = MemoryCluster(self._program, habits=habits, fs=FastFs())
-        self.run = RunDir(root / "toy", FastFs())
+        self.cluster = MemoryCluster(self._program, habits=habits)
+        self.cluster.fs = fs or WorldFs(self.cluster.clock)
+        self.run = RunDir(root / "toy", fs or FastFs())
         identity = RunIdentity(
             run_id="abcdef0123456789",
             name="toy",
@@ -98,8 +122,13 @@ class World:
         self.graph: Graph = build_graph(settings)
         self.spec: Spec = make_spec(settings, identity.short_id)
         self.shells: list[Process] = []
-        self.deadlines: dict[str, float | None] = {}
+        self.deadlines: dict[str, float] = {}
         self.num_plans = 0
+        self.asks: dict[str, Ask] = {}
+        self.on_step: Callable[[], object] = lambda: None
+        self.check_space: Callable[[RunDir, Slot, Control], None] = lambda run, slot, control: None
+        self.skew_s: dict[str, float] = {}  # node -> how far its clock is ahead
+        self.last_words: list[str] = []  # what processes that failed said, a line each
 
     # -- processes ----------------------------------------------------------------------------
 
@@ -107,14 +136,39 @@ class World:
         """The chain as a process sees it."""
         run = RunDir(self.run.root, process.fs())
         scheduler = process.scheduler("toy")
-        return Chain(run, self.graph, self.spec, scheduler, self.cluster.clock)
+        may_submit = process.node == "login" or self.spec.submits
+        return Chain(
+            run,
+            self.graph,
+            self.spec,
+            scheduler,
+            clock=functools.partial(filesystem_now, run),
+            exact_clock=functools.partial(run.fs.now, run.control_dir),
+            may_submit=may_submit,
+            asks=self.asks,
+        )
+
+    def keeper(self, process: Process) -> Keeper:
+        """What garbage collection in a process works with."""
+        return Keeper(
+            run=RunDir(self.run.root, process.fs()),
+            graph=self.graph,
+            rules=self.settings.retention,
+            window=self.spec.window,
+            clock=self.cluster.clock,
+        )
 
     def shell(self, name: str = "submit") -> Process:
         """A process on the login node that advances once."""
         process = Process(self.cluster, name=name)
         self.shells.append(process)
-        self.cluster.start_process(process, self._advance_once(process))
+        self.cluster.start_process(process, self._program(process))
         return process
+
+    def start_visitor(self, name: str) -> None:
+        """Somebody else advances once, and does not come back if that fails."""
+        process = Process(self.cluster, name=name)
+        self.cluster.start_process(process, self._program(process))
 
     def later(self, delay_s: float, action: Callable[[], object]) -> None:
         """What a person means to do in a while; the run is not over before."""
@@ -132,18 +186,27 @@ class World:
         yield 0.0
 
     def _program(self, process: Process) -> Generator[float, None, int]:
+        """A process as its entry point makes it: an error is one line and an exit status."""
+        try:
+            return (yield from self._life(process))
+        except SlurmRlError as error:
+            self.last_words.append(f"{process.name}: {error}")
+            return error.exit_code
+        except OSError as error:
+            self.last_words.append(f"{process.name}: {error}")
+            return StorageError.exit_code
+
+    def _life(self, process: Process) -> Generator[float, None, int]:
         if not process.command:
             return self._advance_once(process)
         if process.command[0] == "tick":
-            return tick_life(self.chain(process), process.name)
+            collect = functools.partial(collect_quietly, self.keeper(process))
+            return tick_life(self.chain(process), process.name, collect=collect)
         return self._link(process)
 
     def _link(self, process: Process) -> Generator[float, None, int]:
         supervisor = self._make_supervisor(process)
-        try:
-            return (yield from supervisor.run())
-        except SlurmRlError as error:
-            return error.exit_code
+        return (yield from supervisor.run())
 
     def _make_supervisor(self, process: Process) -> Supervisor:
         env = {"SLURM_JOB_ID": process.job_id}
@@ -158,15 +221,18 @@ class World:
             job.stop = job.stop or reason
 
         process.on_stop = stop
+        chain = self.chain(process)
+        run = chain.run
         return self.supervisor_class(
-            chain=self.chain(process),
+            chain=chain,
             job=job,
             intent=intent,
             runner=ToyRunner(process),
             run_id="abcdef0123456789",
-            settings_digest="xxh3:toy",
+            settle=lambda control, ref: StageSettings(str(self.run.settings_path), "xxh3:toy"),
             timing=TIMING,
-            monotonic=self.cluster.clock,
+            check_space=functools.partial(self.check_space, run),
+            monotonic=lambda: self.cluster.now + self.skew_s.get(process.node, 0.0),
             deadlines=self.deadlines,
             fits=lambda kind: self.fits(job.link.kinds[0], kind),
         )
@@ -187,7 +253,8 @@ class World:
         return self.is_complete()
 
     def is_over(self) -> bool:
-        """Nothing left to do, or jobs without end."""
+        """Nothing left to do, or jobs without end. Asked after every step of the cluster."""
+        self.on_step()
         return self.is_idle() or len(self.cluster.history) > 150
 
     def is_idle(self) -> bool:
@@ -214,19 +281,19 @@ class World:
 
     # -- what must hold -----------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Nothing crashed or halted, and every slot, intent and job is sound."""
+    def check(self, *, may_fail: bool = False) -> None:
+        """Nothing crashed, halted or (unless it may) failed; every slot, intent and job is sound."""
         for process, error in self.cluster.crashes:
             raise AssertionError(f"{process.name} crashed") from error
         assert read_control(self.run).halt is None
-        self._check_slots()
+        self._check_slots(may_fail)
         self._check_jobs()
 
-    def _check_slots(self) -> None:
+    def _check_slots(self, may_fail: bool) -> None:
         """Who says that he committed did, and nobody else."""
         for end in self.run.root.glob("iterations/**/ended.json"):
             said = json.loads(end.read_bytes())
-            assert said["outcome"] != "failed", said
+            assert may_fail or said["outcome"] != "failed", said
             names = [path.read_bytes() for path in end.parent.parent.glob("claim.*")]
             token = end.parent.name.partition("-")[2].encode()
             assert any(token in name for name in names), f"{end}: an attempt without its claim"
