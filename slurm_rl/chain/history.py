@@ -14,7 +14,7 @@ from slurm_rl.chain.graph import Graph, Link
 from slurm_rl.chain.scheduler import WallTime
 from slurm_rl.chain.slots import slots_of
 from slurm_rl.storage.claims import read_claims, read_end
-from slurm_rl.storage.commits import read_commit
+from slurm_rl.storage.commits import DURATIONS, read_commit
 from slurm_rl.storage.control import Control
 from slurm_rl.storage.rundir import RunDir
 from slurm_rl.types import Slot, StageRef
@@ -58,16 +58,13 @@ def read_durations(
 
 
 def parse_duration(provenance: dict[str, object]) -> Duration | None:
-    """The times in a commit's provenance; None if it holds none (an assembled one)."""
+    """The times in a commit's provenance; None if it holds none."""
     numbers = {
         name: value
-        for name in ("started", "ended", "startup_s", "save_s")
+        for name in DURATIONS
         if isinstance(value := provenance.get(name, 0.0), int | float)
     }
-    work_s = numbers.get("ended", 0.0) - numbers.get("started", 0.0)
-    if work_s <= 0 or not numbers.get("started"):
-        return None
-    return Duration(work_s, numbers.get("startup_s", 0.0), numbers.get("save_s", 0.0))
+    return Duration(**numbers) if numbers.get("work_s", 0.0) > 0 else None
 
 
 def learn_wall_time(

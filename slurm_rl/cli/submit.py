@@ -78,6 +78,8 @@ def report(opened: OpenRun, outcome: Outcome) -> None:
             raise Halted(f"{opened.run.root}: {action.halt.reason}", hint=action.halt.hint)
     if outcome.errors:
         raise outcome.errors[0]
+    if outcome.is_stale:
+        say(f"{opened.run.root}: somebody changes it just now; repeat the command")
 
 
 def make_run(loaded: LoadedConfig) -> tuple[OpenRun, bool]:

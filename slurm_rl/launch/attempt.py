@@ -300,6 +300,7 @@ class Attempt:
             "node": job.node,
             "started": self.started,
             "ended": time.time(),
+            "work_s": round(self.supervisor.monotonic() - self.began, 3),
             "startup_s": round(self.supervisor.startup_s, 3),
             "committed": self._now(),
             "gpu_s": self._gpu_s(),

@@ -22,6 +22,8 @@ from slurm_rl.storage.tombstones import is_pruned
 from slurm_rl.types import Commit, Input, Result, Slot, StageRef, canonical_json
 
 _NAME = "COMMIT"
+#: Seconds in the provenance, by one machine's steady clock; of shards, those of the slowest.
+DURATIONS = ("work_s", "startup_s", "save_s")
 
 
 def commit_path(run: RunDir, slot: Slot) -> Path:
@@ -138,7 +140,10 @@ def assemble(shards: list[Commit]) -> tuple[dict[str, Any], dict[str, Any]]:
         for index, shard in enumerate(shards)
     }
     metrics = _fold_metrics(shards)
-    return merged, {"attempts": attempts, "metrics": metrics}
+    times = [shard.provenance for shard in shards if "work_s" in shard.provenance]
+    slowest = max(times, key=lambda facts: float(facts["work_s"]), default={})
+    durations = {name: slowest[name] for name in DURATIONS if name in slowest}
+    return merged, {"attempts": attempts, "metrics": metrics, **durations}
 
 
 def resolve_input(run: RunDir, role: str, ref: StageRef, slot: Slot, commit: Commit) -> Input:

@@ -25,10 +25,10 @@ from slurm_rl.chain.history import (
 )
 from slurm_rl.chain.scheduler import WallTime
 from slurm_rl.storage.claims import AttemptEnd, try_claim, write_end
-from slurm_rl.storage.commits import publish_commit
+from slurm_rl.storage.commits import assemble, publish_commit
 from slurm_rl.storage.control import Control, TimelineStart
 from slurm_rl.storage.rundir import RunDir
-from slurm_rl.types import Claim, Slot
+from slurm_rl.types import Claim, Commit, Slot
 
 TRAIN = Link(9, ("train",))
 
@@ -42,7 +42,7 @@ def run(tmp_path: Path) -> RunDir:
 
 def commit(run: RunDir, slot: Slot, work_s: float | None, **facts: float) -> None:
     run.slot_dir(slot).mkdir(parents=True, exist_ok=True)
-    times = {} if work_s is None else {"started": 50.0, "ended": 50.0 + work_s, **facts}
+    times = {} if work_s is None else {"work_s": work_s, **facts}
     content = {"files": [], "parents": {}}
     publish_commit(run, slot, content=content, provenance={"attempt": "a", **times})
 
@@ -51,14 +51,22 @@ def of(*works: float, **facts: float) -> list[Duration]:
     return [Duration(work_s, **facts) for work_s in works]
 
 
+def test_an_assembled_commit_has_the_times_of_its_slowest_shard() -> None:
+    shards = [
+        Commit({"shard": i}, {"attempt": "a", "work_s": work_s, "save_s": work_s / 2}, "d")
+        for i, work_s in enumerate((3.0, 8.0, 5.0))
+    ]
+    assert parse_duration(assemble(shards)[1]) == Duration(8.0, 0.0, 4.0)
+
+
 @pytest.mark.parametrize(
     ("provenance", "expected"),
     [
-        ({"started": 10.0, "ended": 14.5, "startup_s": 3.0, "save_s": 1.0}, Duration(4.5, 3.0, 1.0)),
-        ({"started": 10, "ended": 14}, Duration(4)),
-        ({"attempts": {}}, None),  # assembled
-        ({"started": 10.0, "ended": 10.0}, None),  # a clock that was set back
-        ({"started": "soon", "ended": 10.0}, None),
+        ({"work_s": 4.5, "startup_s": 3.0, "save_s": 1.0}, Duration(4.5, 3.0, 1.0)),
+        ({"work_s": 4, "started": 9}, Duration(4)),
+        ({"attempts": {}}, None),
+        ({"work_s": 0.0}, None),
+        ({"work_s": "soon"}, None),
     ],
 )  # fmt: skip
 def test_times_of_a_commit(provenance: dict[str, Any], expected: Duration | None) -> None:
