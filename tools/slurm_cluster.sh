@@ -5,9 +5,10 @@
 #   tools/slurm_cluster.sh stop [--wipe]         stop all of it; --wipe removes its files too
 #   tools/slurm_cluster.sh env                   print the line that a shell needs to use it
 #   tools/slurm_cluster.sh status
-#   tools/slurm_cluster.sh controller up|down|kill
+#   tools/slurm_cluster.sh controller up|down|kill|hang|unhang
 #   tools/slurm_cluster.sh node up|poweroff|kill-slurmd|hang|unhang NODE
 #   tools/slurm_cluster.sh node exec NODE COMMAND…
+#   tools/slurm_cluster.sh as USER COMMAND…      as an ordinary user, made if missing
 #
 # Needs root, and Debian 12 or Ubuntu (slurm-wlm and munge are installed from the distribution).
 # Everything it writes lies in one directory: configuration, munge key and socket, state and logs;
@@ -22,15 +23,20 @@
 #   SLURM_CLUSTER_GPUS   GPUs that a node claims to have; they are none (0)
 #   SLURM_CLUSTER_PORT   first of the ports it listens on (16817)
 #   SLURM_CLUSTER_GRACE  seconds from the SIGTERM of a preemption to the kill (5)
+#   SLURM_CLUSTER_USER_SIGNAL  1: preempt_send_user_signal, a preemption sends a job's --signal (0)
+#   SLURM_CLUSTER_PROCTRACK    linuxproc, or cgroup: setsid does not get away from that (linuxproc)
+#   SLURM_CLUSTER_ACCOUNTING   1: sacct answers, from slurmdbd and a MariaDB of its own (0)
+#   SLURM_CLUSTER_SUBMIT_FROM  login: on the nodes sbatch is refused (anywhere)
 #   SLURM_CLUSTER_EXTRA  further lines of slurm.conf
-# Kept short on purpose: a silent node is down after 10 s (Slurm's default: 300) and a requeued
-# job waits 5 s (default: 120).
+# Kept short: a silent node is down after 10 s (default: 300), a requeued job waits 5 s (120).
 set -euo pipefail
 
 PATH=$PATH:/usr/sbin:/sbin # where Debian keeps the daemons
 DIR=${SLURM_CLUSTER_DIR:-/tmp/slurm-cluster}
 CONF=$DIR/etc
+CALLERS_CONF=${SLURM_CONF:-}
 export SLURM_CONF=$CONF/slurm.conf
+REFUSAL='sbatch: error: Batch job submission failed: Access/permission denied'
 PACKAGES=(slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge)
 
 say() { printf 'slurm_cluster: %s\n' "$*" >&2; }
@@ -70,6 +76,7 @@ is_gone() { ! recorded "$1"; }
 
 install_packages() {
   local missing=() package
+  ((ACCOUNTING == 0)) || PACKAGES+=(slurmdbd slurm-wlm-mysql-plugin mariadb-server-core)
   for package in "${PACKAGES[@]}"; do
     dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")
   done
@@ -95,6 +102,10 @@ settings() { # the variables as they were at the first start
       echo "GPUS=${SLURM_CLUSTER_GPUS:-0}"
       echo "PORT=${SLURM_CLUSTER_PORT:-16817}"
       echo "GRACE=${SLURM_CLUSTER_GRACE:-5}"
+      echo "USER_SIGNAL=${SLURM_CLUSTER_USER_SIGNAL:-0}"
+      echo "PROCTRACK=${SLURM_CLUSTER_PROCTRACK:-linuxproc}"
+      echo "SUBMIT_FROM=${SLURM_CLUSTER_SUBMIT_FROM:-anywhere}"
+      echo "ACCOUNTING=${SLURM_CLUSTER_ACCOUNTING:-0}"
       printf 'EXTRA=%q\n' "${SLURM_CLUSTER_EXTRA:-}"
     } >"$CONF/settings"
   fi
@@ -105,9 +116,15 @@ settings() { # the variables as they were at the first start
 node_names() { for ((i = 1; i <= NODES; i++)); do echo "node$i"; done; }
 
 write_config() {
-  local gpus="" files=(/dev/null /dev/zero /dev/full /dev/random /dev/urandom /dev/tty)
+  local gpus="" signals="" accounting=accounting_storage/none
+  local files=(/dev/null /dev/zero /dev/full /dev/random /dev/urandom /dev/tty)
   ((GPUS <= ${#files[@]})) || die "SLURM_CLUSTER_GPUS = $GPUS: at most ${#files[@]} can be pretended"
   ((GPUS == 0)) || gpus=" Gres=gpu:$GPUS"
+  ((USER_SIGNAL == 0)) || signals=SlurmctldParameters=preempt_send_user_signal
+  ((ACCOUNTING == 0)) || accounting="accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort=$((PORT + 90))
+AccountingStoragePass=$DIR/munge/socket" # not a password: where munge listens
   cat >"$CONF/slurm.conf" <<CFG
 ClusterName=dev
 SlurmctldHost=${HOSTNAME%%.*}(127.0.0.1)
@@ -124,7 +141,7 @@ SlurmctldPidFile=$DIR/run/slurmctld.pid
 SlurmdPidFile=$DIR/run/slurmd-%n.pid
 SlurmctldLogFile=$DIR/log/slurmctld.log
 SlurmdLogFile=$DIR/log/slurmd-%n.log
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/$PROCTRACK
 TaskPlugin=task/none
 SwitchType=switch/none
 MpiDefault=none
@@ -145,7 +162,8 @@ PriorityType=priority/basic
 JobRequeue=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-AccountingStorageType=accounting_storage/none
+AccountingStorageType=$accounting
+$signals
 JobCompType=jobcomp/none
 GresTypes=gpu
 $(for ((i = 1; i <= NODES; i++)); do
@@ -157,11 +175,23 @@ $EXTRA
 CFG
   : >"$CONF/gres.conf"
   for ((g = 0; g < GPUS; g++)); do echo "Name=gpu File=${files[g]}" >>"$CONF/gres.conf"; done
-  echo 'CgroupPlugin=cgroup/v1' >"$CONF/cgroup.conf" # not used, but slurmd reads it
+  write_cgroup_config
   { # what the nodes see as /etc/hosts
     cat /etc/hosts
     node_names | sed 's/^/127.0.0.1 /'
   } >"$CONF/hosts"
+  # AllocNodes cannot do it here: the controller tells submitting hosts apart by their address.
+  printf '#!/bin/sh\necho "%s" >&2\nexit 1\n' "$REFUSAL" >"$CONF/refuse" && chmod 755 "$CONF/refuse"
+}
+
+write_cgroup_config() { # slurmd reads it even where it does not use it
+  if [ "$PROCTRACK" = linuxproc ] || [ -d /sys/fs/cgroup/freezer ]; then
+    echo 'CgroupPlugin=cgroup/v1' >"$CONF/cgroup.conf"
+  elif [ -e /sys/fs/cgroup/cgroup.controllers ]; then
+    printf 'CgroupPlugin=cgroup/v2\nIgnoreSystemd=yes\n' >"$CONF/cgroup.conf"
+  else
+    die "SLURM_CLUSTER_PROCTRACK=cgroup: no freezer (v1) and no cgroup.controllers (v2) in /sys/fs/cgroup"
+  fi
 }
 
 munge_up() {
@@ -176,10 +206,62 @@ munge_up() {
   record munged "$(cat "$DIR/run/munged.pid")"
 }
 
+is_open() { (: <"/dev/tcp/127.0.0.1/$1"); }
+
+database_up() {
+  local at=$DIR/database
+  local server=(mariadbd --no-defaults --user=root --datadir="$at" --innodb-log-file-size=8M)
+  recorded mariadbd >/dev/null && return 0
+  if [ ! -d "$at/slurm" ]; then
+    rm -rf "$at" && mkdir -p "$at"
+    { # what mariadb-install-db does, without the client's packages
+      printf 'create database mysql;\nuse mysql;\n'
+      cat /usr/share/mysql/*_system_tables.sql /usr/share/mysql/*_system_tables_data.sql
+      printf "flush privileges;\ncreate user slurm@'127.0.0.1' identified by 'slurm';\n"
+      printf "grant all on slurm.* to slurm@'127.0.0.1';\ncreate database slurm;\n"
+    } | "${server[@]}" --bootstrap >>"$DIR/log/mariadbd.log" 2>&1 || die "see $DIR/log/mariadbd.log"
+  fi
+  setsid "${server[@]}" --socket="$at/socket" --bind-address=127.0.0.1 --port=$((PORT + 91)) \
+    --innodb-buffer-pool-size=32M --innodb-flush-log-at-trx-commit=0 --skip-name-resolve \
+    </dev/null >>"$DIR/log/mariadbd.log" 2>&1 &
+  record mariadbd $!
+  wait_until 30 is_open $((PORT + 91)) || die "mariadbd does not answer: see $DIR/log/mariadbd.log"
+}
+
+accounting_up() {
+  ((ACCOUNTING)) || return 0
+  database_up
+  if ! recorded slurmdbd >/dev/null; then
+    (umask 077 && cat >"$CONF/slurmdbd.conf") <<CFG
+AuthType=auth/munge
+AuthInfo=socket=$DIR/munge/socket
+DbdHost=localhost
+DbdAddr=127.0.0.1
+DbdPort=$((PORT + 90))
+SlurmUser=root
+LogFile=$DIR/log/slurmdbd.log
+PidFile=$DIR/run/slurmdbd.pid
+StorageType=accounting_storage/mysql
+StorageHost=127.0.0.1
+StoragePort=$((PORT + 91))
+StorageUser=slurm
+StoragePass=slurm
+StorageLoc=slurm
+CFG
+    rm -f "$DIR/run/slurmdbd.pid"
+    slurmdbd >>"$DIR/log/slurmdbd.log" 2>&1 || die "slurmdbd: $(tail -n 1 "$DIR/log/slurmdbd.log")"
+    wait_until 10 test -s "$DIR/run/slurmdbd.pid" || die "slurmdbd wrote no pid"
+    record slurmdbd "$(cat "$DIR/run/slurmdbd.pid")"
+  fi
+  wait_until 30 timeout 5 sacctmgr -n show cluster || die "slurmdbd does not answer: see $DIR/log/slurmdbd.log"
+  sacctmgr -n show cluster format=cluster | grep -qw dev || sacctmgr -i -Q add cluster dev >/dev/null
+}
+
 controller() {
   case ${1:-} in
   up)
     if ! recorded controller >/dev/null; then
+      rm -f "$DIR/run/slurmctld.pid" # of one that was killed
       slurmctld >>"$DIR/log/slurmctld.out" 2>&1 || die "slurmctld: $(tail -n 1 "$DIR/log/slurmctld.out")"
       wait_until 10 test -s "$DIR/run/slurmctld.pid" || die "slurmctld wrote no pid"
       record controller "$(cat "$DIR/run/slurmctld.pid")"
@@ -188,7 +270,9 @@ controller() {
     ;;
   down) end controller TERM ;;
   kill) end controller KILL ;;
-  *) die "usage: controller up|down|kill" ;;
+  hang) kill -STOP "$(recorded controller)" ;;
+  unhang) kill -CONT "$(recorded controller)" ;;
+  *) die "usage: controller up|down|kill|hang|unhang" ;;
   esac
 }
 
@@ -207,6 +291,7 @@ slurmd_of() { # NODE: id, out here, of the slurmd in the node's PID namespace
 
 # A node's first process: it sets the scene and then only reaps orphans.
 NODE_INIT='hostname "$1" && mount --bind "$2" /etc/hosts || exit 1
+[ "$4" != login ] || mount --bind "${2%/*}/refuse" "$(command -v sbatch)" || exit 1
 echo up >"$3"; trap : TERM HUP INT; while :; do sleep 3600 & wait $!; done'
 
 node_up() {
@@ -214,7 +299,7 @@ node_up() {
   if ! recorded "$node" >/dev/null; then
     rm -f "$ready"
     setsid unshare --uts --pid --mount --fork --mount-proc --kill-child=KILL \
-      bash -c "$NODE_INIT" init "$node" "$CONF/hosts" "$ready" </dev/null >>"$DIR/log/$node.out" 2>&1 &
+      bash -c "$NODE_INIT" init "$node" "$CONF/hosts" "$ready" "$SUBMIT_FROM" </dev/null >>"$DIR/log/$node.out" 2>&1 &
     outer=$!
     wait_until 10 test -s "$ready" || die "$node does not start: $(tail -n 1 "$DIR/log/$node.out")"
     record "$node" "$(tr -d ' ' <"/proc/$outer/task/$outer/children")"
@@ -242,7 +327,7 @@ node() {
   local action=${1:-} node=${2:-}
   [[ $node =~ ^node[0-9]+$ ]] || die "usage: node up|poweroff|kill-slurmd|hang|unhang|exec NODE"
   case $action in
-  up) node_up "$node" ;;
+  up) settings && node_up "$node" ;;
   poweroff) end "$node" KILL ;; # with slurmd and every process of a job
   kill-slurmd) signal_slurmd "$node" KILL ;; # jobs live on: the controller's view and the truth part
   hang) signal_slurmd "$node" STOP ;;
@@ -262,6 +347,7 @@ start() {
   install_packages
   write_config
   munge_up
+  accounting_up
   controller up
   local node
   for node in $(node_names); do
@@ -282,9 +368,18 @@ stop() {
     [ ! -e "$file" ] || end "$(basename "$file" .proc)" KILL
   done
   end controller TERM
+  end slurmdbd TERM
+  end mariadbd TERM
   end munged TERM
-  [ "${1:-}" != --wipe ] || rm -rf "$DIR"
+  # A daemon's child may write a moment longer.
+  [ "${1:-}" != --wipe ] || wait_until 5 rm -rf "$DIR" || die "$DIR cannot be removed"
   say "stopped"
+}
+
+as_user() { # USER COMMAND…
+  id "$1" >/dev/null 2>&1 || useradd --create-home --shell /bin/bash "$1"
+  SLURM_CONF=${CALLERS_CONF:-$SLURM_CONF} HOME=$(getent passwd "$1" | cut -d: -f6) USER=$1 LOGNAME=$1 \
+    exec setpriv --reuid "$1" --regid "$(id -g "$1")" --init-groups "${@:2}"
 }
 
 env_line() { printf 'export SLURM_CONF=%q\n' "$SLURM_CONF"; }
@@ -296,6 +391,7 @@ env) env_line ;;
 status) sinfo -N -o '%N %P %T %c %G' ;;
 controller) controller "${2:-}" ;;
 node) node "${@:2}" ;;
+as) as_user "${@:2}" ;;
 *)
   sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p}' "$0"
   exit 2
