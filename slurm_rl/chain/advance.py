@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,6 +80,7 @@ class Chain:
     exact_clock: the first, or an error: ages of intents are measured with one clock or not at all.
     asks:   stage kind -> what its jobs leave to be learnt from the run.
     may_submit: whether this process may submit jobs: on some sites only login nodes may.
+    renew:  the same, with the settings and the owner of now: a job outlives changes of both.
     """
 
     run: RunDir
@@ -89,6 +91,7 @@ class Chain:
     asks: Mapping[str, Ask] = field(default_factory=dict)
     may_submit: bool = True
     exact_clock: Callable[[], float] | None = None
+    renew: Callable[[], Chain] | None = None
 
     def now(self) -> float:
         """What intents are dated with. Raises what the file system answers."""
@@ -126,7 +129,7 @@ def advance(chain: Chain, *, own: tuple[str, int | None] | None = None) -> Outco
     """
     job_ids: list[str] = []
     for _ in range(_NUM_LOOKS):
-        outcome = _advance_once(chain, own)
+        outcome = _advance_once(chain if chain.renew is None else chain.renew(), own)
         job_ids += outcome.job_ids
         if not outcome.is_stale:
             break
@@ -188,8 +191,13 @@ def halt_for(chain: Chain, error: CorruptError) -> None:
 
 
 def look(chain: Chain, *, own: tuple[str, int | None] | None = None) -> View:
-    """What `advance` would plan from."""
-    return _observe(chain, own, now=chain.clock())
+    """What `advance` would plan from. Looking needs no right to write: where the file system's
+    clock cannot be asked, this machine's will do."""
+    try:
+        now = chain.clock()
+    except (OSError, StorageError):
+        now = time.time()
+    return _observe(chain, own, now=now)
 
 
 def _observe(chain: Chain, own: tuple[str, int | None] | None, *, now: float) -> View:
@@ -205,6 +213,8 @@ def _carry_out(chain: Chain, control: Control, action: Action, job_ids: dict[Lin
         if read_control(chain.run) != control:
             raise _ControlChangedError
         _submit_tick(chain, action)
+    elif isinstance(action, Cancel) and action.replaced not in (None, *job_ids):
+        logger.info("%s stays: nothing takes its place", ", ".join(action.job_ids))
     elif isinstance(action, Cancel):
         logger.info("cancel %s: %s", ", ".join(action.job_ids), action.why)
         chain.scheduler.cancel(list(action.job_ids), only_pending=True)

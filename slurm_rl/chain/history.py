@@ -23,7 +23,7 @@ WINDOW = 20
 #: A learnt time is this much longer than what was measured, and this many seconds.
 _FACTOR, _EXTRA_S = 1.3, 120.0
 #: Slurm warns up to a minute early and looks at its limits every half minute.
-_SIGNAL_EXTRA_S = 90.0
+_SIGNAL_EXTRA_S, _LEAST_SIGNAL_S = 90.0, 120.0
 #: Fewer than these say little.
 _FEWEST = 3
 
@@ -100,9 +100,7 @@ def plan_wall_time(
     The limit is the sum of their 95th percentiles and a margin; the shortest of use is made
     from their medians in the same way, so that backfill finds gaps.
     """
-    signal_s = plan_signal(past)
-    if longest_s is not None:  # a job that is told to stop at once does nothing
-        signal_s = min(signal_s, int(longest_s / 2))
+    signal_s = plan_signal(past, longest_s=longest_s)
     startup_s = max((d.startup_s for durations in past for d in durations), default=0.0)
 
     def asked(share: float) -> int:
@@ -115,10 +113,23 @@ def plan_wall_time(
     return WallTime(limit_s, min(asked(0.5), limit_s), signal_s)
 
 
-def plan_signal(past: Iterable[Sequence[Duration]]) -> int:
-    """How long before its end a job must be told: twice its longest save, and Slurm's own slack."""
+def plan_signal(past: Iterable[Sequence[Duration]], *, longest_s: float | None = None) -> int:
+    """How long before its end a job must be told: twice its longest save, and Slurm's own slack.
+
+    longest_s: its wall time, if that is given; the warning comes when what the stages take (their
+    95th percentile and a tenth) should be over, not before.
+    """
+    past = list(past)
     saves = [d.save_s for durations in past for d in durations]
-    return math.ceil(_SIGNAL_EXTRA_S + 2 * max(saves, default=0.0))
+    wanted = _SIGNAL_EXTRA_S + 2 * max(saves, default=0.0)
+    if longest_s is not None:
+        work_s = sum(
+            percentile([d.work_s for d in durations], 0.95) for durations in past if durations
+        )
+        startup_s = max((d.startup_s for durations in past for d in durations), default=0.0)
+        wanted = min(wanted, max(_LEAST_SIGNAL_S, longest_s - 1.1 * (work_s + startup_s)))
+        wanted = min(wanted, longest_s / 2)  # a job that is told to stop at once does nothing
+    return math.ceil(wanted)
 
 
 def plan_deadline(durations: Sequence[Duration], *, longest_s: float) -> float:

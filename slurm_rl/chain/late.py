@@ -34,7 +34,8 @@ def may_show_late(run: RunDir, graph: Graph, control: Control, refs: Sequence[St
     for ref in missing:
         for slot in slots_of(graph, control, ref):
             refresh(commit_path(run, slot), fs=run.fs)
-    return bool(missing) and all(_may_be_there(run, graph, control, ref) for ref in missing)
+    known: dict[StageRef, bool] = {}
+    return bool(missing) and all(_may_be_there(run, graph, control, r, known) for r in missing)
 
 
 def _missing_parents(
@@ -50,8 +51,21 @@ def _missing_parents(
     ]
 
 
-def _may_be_there(run: RunDir, graph: Graph, control: Control, ref: StageRef) -> bool:
-    """Not if a last word denies it; nor, where nobody claimed, if its own parents deny it."""
+def _may_be_there(
+    run: RunDir, graph: Graph, control: Control, ref: StageRef, known: dict[StageRef, bool]
+) -> bool:
+    """Not if a last word denies it; nor, where nobody claimed, if its own parents deny it.
+
+    known: what was found out already; stages share their ancestors.
+    """
+    if ref not in known:
+        known[ref] = _look_for(run, graph, control, ref, known)
+    return known[ref]
+
+
+def _look_for(
+    run: RunDir, graph: Graph, control: Control, ref: StageRef, known: dict[StageRef, bool]
+) -> bool:
     for slot in slots_of(graph, control, ref):
         if read_commit(run, slot) is not None:
             continue
@@ -63,7 +77,7 @@ def _may_be_there(run: RunDir, graph: Graph, control: Control, ref: StageRef) ->
         else:
             parents = graph.parents(ref).values()
             missing = [p for p in parents if read_current(run, graph, control, p) is None]
-            if not all(_may_be_there(run, graph, control, parent) for parent in missing):
+            if not all(_may_be_there(run, graph, control, parent, known) for parent in missing):
                 return False
     return True
 

@@ -182,9 +182,9 @@ def _plan_fallback(
         return
     ids = tuple(sorted(job.job_id for job in live))
     draft.waiting.append(f"{seen.link.anchor}: waited {waited_s:.0f} s; goes to its fallback")
-    draft.actions.append(Cancel(ids, "waited too long; goes to its fallback"))
     number = seen.intents[-1][0].number + 1
     draft.actions.append(Submit(seen.link, number, (), seen.missing_shards, fallback=True))
+    draft.actions.append(Cancel(ids, "waited too long; goes to its fallback", seen.link))
     draft.have[seen.link] = seen.link
 
 

@@ -142,10 +142,14 @@ class SubmitTick:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Take jobs out of the queue; those that have begun meanwhile are let be."""
+    """Take jobs out of the queue; those that have begun meanwhile are let be.
+
+    replaced: the link whose new job takes their place: without it they stay.
+    """
 
     job_ids: tuple[str, ...]
     why: str
+    replaced: Link | None = None
 
 
 @dataclass(frozen=True, slots=True)

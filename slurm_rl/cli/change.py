@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 from pathlib import Path
 from typing import Any
 
 from slurm_rl.chain.advance import look
-from slurm_rl.chain.observe import find_head
+from slurm_rl.chain.observe import find_head, read_current
 from slurm_rl.chain.slots import read_tried, slots_of
 from slurm_rl.chain.view import View
 from slurm_rl.cli.runs import find_own_run
@@ -20,7 +21,7 @@ from slurm_rl.config.preflight import check_files
 from slurm_rl.config.problems import raise_problems
 from slurm_rl.errors import ConfigError, NothingDone
 from slurm_rl.launch.build import OpenRun
-from slurm_rl.launch.stage_settings import code_digest_of
+from slurm_rl.launch.stage_settings import code_digest_of, parse_settings
 from slurm_rl.storage.claims import read_latest_claim
 from slurm_rl.storage.commits import has_commit
 from slurm_rl.storage.control import Change, Control, write_change
@@ -37,6 +38,9 @@ def change_run(path: Path, assignments: list[str]) -> None:
     that a run cannot change, NothingDone if nothing would be other than it is.
     """
     opened = find_own_run(path)
+    for word in assignments:
+        if word.partition("=")[0] == "code" and not all(word.partition("=")[2].split(",")):
+            raise ConfigError(f"{word}: names no folder", hint="write code=FOLDER, or code=.")
     view = look(opened.chain)
     control = view.control
     folders = [a.partition("=")[2] for a in assignments if a.partition("=")[0] == "code"]
@@ -47,7 +51,10 @@ def change_run(path: Path, assignments: list[str]) -> None:
         raise NothingDone(f"{opened.run.root}: that is how it is already")
     first = find_untouched(opened, view)
     by = f"{current_user()}@{socket.gethostname()}"
-    write_change(opened.run, Change(first.iteration, first.kind, values, code_digest, by))
+    change = Change(first.iteration, first.kind, values, code_digest, by)
+    changed = dataclasses.replace(control, changes=(*control.changes, change))
+    parse_settings(opened.identity, changed)  # what cannot be read again is not written
+    write_change(opened.run, change)
     told = [f"{name} = {value!r}" for name, value in values.items()]
     told += ["the code"] if code_digest is not None else []
     since = f"from {first} on" if shapes or folders else "for jobs from now on"
@@ -71,11 +78,14 @@ def find_untouched(opened: OpenRun, view: View) -> StageRef:
 
 
 def _is_begun(opened: OpenRun, view: View, ref: StageRef) -> bool:
-    """Whether the stage, or a shard of it, has a commit or may be making one."""
+    """Whether the stage has its commit, or somebody may be at work on it."""
+    if read_current(opened.run, opened.chain.graph, view.control, ref) is not None:
+        return True
     for slot in slots_of(opened.chain.graph, view.control, ref):
         last = read_latest_claim(opened.run, slot)
         tried = {t.claim.epoch for t in read_tried(opened.run, slot, view.queue)}
-        if has_commit(opened.run, slot) or (last is not None and last.epoch not in tried):
+        is_open = not has_commit(opened.run, slot)
+        if is_open and last is not None and last.epoch not in tried:
             return True
     return False
 

@@ -77,7 +77,7 @@ def _explain_owner(opened: OpenRun, view: View) -> list[str]:
     owner = owner_of(opened.identity, view.control)
     if owner == current_user():
         return []
-    return [f"it belongs to {owner}: only {owner}'s jobs would be seen by {owner}"]
+    return [f"it belongs to {owner}; jobs of other people do not show here"]
 
 
 def _explain_link(seen: LinkView, view: View) -> list[str]:

@@ -153,7 +153,7 @@ def gc(
 def lease(
     run: RunArgument,
     iteration: Annotated[int, typer.Option("-i", "--iteration", help="Whose files stay.")],
-    hours: Annotated[float, typer.Option(help="For how long.")] = 24.0,
+    hours: Annotated[float, typer.Option(help="For how long.", min=0.01, max=8760)] = 24.0,
     why: Annotated[str, typer.Option(help="Shown by `gc` to others.")] = "",
 ) -> None:
     """Keep the files of an iteration for a while: for an eval by hand, a server, a colleague.

@@ -7,7 +7,7 @@ from pathlib import Path
 from slurm_rl.errors import NoRunError
 from slurm_rl.launch.build import OpenRun, open_run
 from slurm_rl.storage.control import read_control
-from slurm_rl.storage.owner import check_owner
+from slurm_rl.storage.owner import check_owner, share_with_group
 
 
 def find_own_run(path: Path) -> OpenRun:
@@ -18,6 +18,16 @@ def find_own_run(path: Path) -> OpenRun:
 
 
 def find_run(path: Path) -> OpenRun:
+    """The run at `path`, or the one that the configuration at `path` makes.
+
+    What this process makes in it belongs to the run's group. Raises NoRunError, with what to type.
+    """
+    opened = _find_run(path)
+    share_with_group(opened.settings.run.group)
+    return opened
+
+
+def _find_run(path: Path) -> OpenRun:
     """The run at `path`, or the one that the configuration at `path` makes.
 
     Raises NoRunError, with what to type.

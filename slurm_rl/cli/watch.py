@@ -7,18 +7,19 @@ the processes on Ctrl-C; a Slurm run goes on without it.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from slurm_rl.chain.advance import advance, look
 from slurm_rl.chain.gc import collect_quietly
-from slurm_rl.chain.observe import read_current
+from slurm_rl.chain.observe import find_head, read_current
 from slurm_rl.cli.control import stop_jobs
 from slurm_rl.cli.runs import find_run
 from slurm_rl.cli.status import read_rewards
 from slurm_rl.cli.terminal import format_seconds, say
 from slurm_rl.cli.verify import find_output
-from slurm_rl.errors import Halted, NothingDone
-from slurm_rl.launch.build import OpenRun
+from slurm_rl.errors import CorruptError, Halted, NothingDone
+from slurm_rl.launch.build import OpenRun, open_run
 from slurm_rl.storage.control import read_control
 from slurm_rl.types import Commit, StageRef
 
@@ -68,14 +69,10 @@ def _follow(opened: OpenRun) -> int:
     period_s = _ADVANCE_S[opened.settings.launcher]
     next_advance = time.monotonic() + period_s
     next_gc = time.monotonic() + _GC_S
-    refs = [
-        StageRef(iteration, node.kind)
-        for iteration in range(chain.graph.num_iterations)
-        for node in chain.graph.stages(iteration)
-    ]
     has_waited = False  # what was committed before we came is not told, but for the first
     told: dict[str, int] = {}
-    for number, ref in enumerate(refs):
+    number = -1
+    for number, ref in enumerate(_stages(opened)):
         while (commit := _look(opened, ref)) is None:
             has_waited = True
             time.sleep(_LOOK_S)
@@ -88,7 +85,18 @@ def _follow(opened: OpenRun) -> int:
                 next_gc = time.monotonic() + _GC_S
         if has_waited or number == 0:
             say(_describe(ref, commit))
-    return len(refs)
+    return number + 1
+
+
+def _stages(opened: OpenRun) -> Iterator[StageRef]:
+    """Every stage in order; a run that is made longer meanwhile has more of them."""
+    iteration, graph = 0, opened.chain.graph
+    while iteration < graph.num_iterations:
+        for node in graph.stages(iteration):
+            yield StageRef(iteration, node.kind)
+        iteration += 1
+        if iteration == graph.num_iterations:
+            graph = open_run(opened.run.root).chain.graph
 
 
 def _tell_failures(opened: OpenRun, told: dict[str, int]) -> None:
@@ -108,6 +116,11 @@ def _look(opened: OpenRun, ref: StageRef) -> Commit | None:
     if commit is None and control.halt is not None:
         log = f" (log: {control.halt.log})" if control.halt.log else ""
         raise Halted(f"{root}: halted: {control.halt.reason}{log}", hint=control.halt.hint)
+    if commit is None and find_head(opened.run, opened.chain.graph, control) > ref.iteration:
+        raise CorruptError(
+            f"{root}: {ref} has no commit, but what was made from it has",
+            hint="put the COMMIT back, or `slurm-rl rewind`; see `slurm-rl verify`",
+        )
     if commit is None and control.paused is not None:
         raise NothingDone(f"{root}: paused ({control.paused})", hint=f"`slurm-rl resume {root}`")
     return commit

@@ -35,7 +35,9 @@ def apply_changes(settings: Mapping[str, Any], changes: Iterable[Mapping[str, An
             *parents, last = path.split(".")
             target = changed
             for name in parents:
-                target = target.setdefault(name, {})
+                if not isinstance(target.get(name), dict):
+                    target[name] = {}  # a section that was not set
+                target = target[name]
             target[last] = value
     return changed
 

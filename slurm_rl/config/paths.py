@@ -27,6 +27,7 @@ _KINDS: dict[Path, str] = {
     ("host_python",): "program",
     ("env_file",): "file",
     ("sbatch_template",): "file",
+    ("retention", "archive"): "file",
     ("container", "image"): "image",
     ("container", "bind", "*"): "bind",
     **{(kind, "python"): "program" for kind in STAGE_KINDS},

@@ -107,6 +107,10 @@ def _check_folders(settings: Settings) -> Iterator[Problem]:
     if settings.sbatch_template is not None and not File(settings.sbatch_template).is_file():
         fix = "copy sbatch/job.sh there"
         yield Problem(("sbatch_template",), "is not a file", fix, settings.sbatch_template)
+    archive = settings.retention.archive
+    if archive is not None and not (File(archive).is_dir() and os.access(archive, os.W_OK)):
+        rule = "is not a directory that you may write in"
+        yield Problem(("retention", "archive"), rule, "make it", archive)
     folder = File(settings.run.dir)
     while not folder.exists():
         folder = folder.parent

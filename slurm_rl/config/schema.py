@@ -290,7 +290,9 @@ class Settings(Section):
     init_model: InitModel | None = Field(
         None, description="Make a small random model instead of loading one."
     )
-    num_rollout: Positive = Field(description="Iterations of the run.")
+    num_rollout: Annotated[int, Field(gt=0, le=1_000_000)] = Field(
+        description="Iterations of the run."
+    )
     seed: int = Field(1234, description="Every random choice derives from it.")
     deterministic: bool = Field(
         False, description="Same bytes however often the run is killed; slower."

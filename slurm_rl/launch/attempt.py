@@ -14,15 +14,14 @@ import math
 import time
 from collections.abc import Generator
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurm_rl import __version__
 from slurm_rl.chain.history import plan_deadline, read_durations
-from slurm_rl.chain.observe import read_current
 from slurm_rl.chain.usage import read_iteration, read_total
-from slurm_rl.errors import CorruptError, StorageError
+from slurm_rl.errors import StorageError
 from slurm_rl.launch.input_lease import InputLease
+from slurm_rl.launch.orders import Prepared, prepare_order
 from slurm_rl.launch.results import Failure, await_result, read_failure
 from slurm_rl.storage.claims import (
     AttemptEnd,
@@ -39,19 +38,13 @@ from slurm_rl.storage.commits import (
     publish_commit,
     read_commit,
     read_stage_commit,
-    resolve_input,
 )
 from slurm_rl.storage.control import Control, Halt, read_control, write_halt
-from slurm_rl.storage.durable import write_file
 from slurm_rl.types import (
     KEPT,
     Claim,
-    Input,
-    Order,
     Result,
     Slot,
-    dump_record,
-    parse_order,
 )
 
 if TYPE_CHECKING:
@@ -100,17 +93,15 @@ class Attempt:
         self.folder = attempt_dir(self.run_dir, slot, claim)
         self.started = time.time()
         self.began = supervisor.monotonic()
-        self.settings_digest = ""
-        self.versions: dict[str, str] = {}  # libraries of the same kind of stage before this one
-        self.parents: dict[str, str] = {}  # role -> digest of the input; known with the order
+        self.prepared = Prepared(self.folder / "order.json")
         self.lease = InputLease(self.run_dir, supervisor.chain.clock, supervisor.monotonic)
 
     def run(self) -> Generator[float, None, AttemptOutcome]:
         """Start the program, watch it, publish what it leaves."""
         try:
             self.supervisor.check_space(self.slot, self.control)
-            order_path = self._write_order()
-            payload = self.supervisor.runner.start(order_path, kind=self.slot.kind)
+            self.prepared = prepare_order(self)
+            payload = self.supervisor.runner.start(self.prepared.path, kind=self.slot.kind)
         except Exception as error:  # whatever keeps the program from starting: say it
             blame = getattr(error, "blame", "system")
             return self._fail(Failure(blame, type(error).__name__, str(error)))
@@ -133,64 +124,14 @@ class Attempt:
         if status == 0:
             return (yield from self._publish())
         failure = read_failure(self.folder, status, fs=self.run_dir.fs)
-        by_signal = failure.error == "Exit" and status in _STOPPED_BY_SIGNAL
-        if failure.error == "Stopped" or by_signal:
+        # When a rank is killed srun stops the others, which say so; the status is its signal's.
+        was_stopped = bool(self.supervisor.job.stop) or status in _STOPPED_BY_SIGNAL
+        if was_stopped and failure.error in ("Stopped", "Exit"):
             return self._stop(self.supervisor.job.stop or "the program was told to stop")
+        if failure.error == "Stopped":
+            message = f"a rank was ended by status {status}; see {self.folder}"
+            failure = Failure("repeat", "Exit", message, place=f"status {status}")
         return self._fail(failure)
-
-    # -- before -------------------------------------------------------------------------------
-
-    def _write_order(self) -> Path:
-        inputs = self._resolve_inputs()
-        self.parents = _digests_of(inputs)
-        graph = self.supervisor.chain.graph
-        settings = self.supervisor.settle(self.control, self.slot.stage)
-        self.settings_digest = settings.digest
-        order = Order(
-            run_dir=str(self.run_dir.root),
-            run_id=self.supervisor.run_id,
-            kind=self.slot.kind,
-            iteration=self.slot.iteration,
-            timeline=self.slot.timeline,
-            attempt_dir=str(self.folder),
-            settings_path=settings.path,
-            code_dir=settings.code_dir,
-            inputs=inputs,
-            shard=self.slot.shard or 0,
-            num_shards=graph.node(self.slot.kind).num_shards,
-            earlier_attempts=self._earlier_with_same_inputs(),
-            versions=self.versions if settings.same_versions else {},
-        )
-        path = self.folder / "order.json"
-        write_file(path, dump_record(order), fs=self.run_dir.fs)
-        return path
-
-    def _resolve_inputs(self) -> dict[str, Input]:
-        chain = self.supervisor.chain
-        inputs, refs = {}, chain.graph.parents(self.slot.stage)
-        self.lease.take(self.slot, refs, self.control)
-        for role, ref in refs.items():
-            commit = read_current(self.run_dir, chain.graph, self.control, ref)
-            if commit is None:
-                raise CorruptError(f"{ref}: its commit is gone")
-            place = Slot(ref.iteration, ref.kind, self.control.timeline_of(ref))
-            inputs[role] = resolve_input(self.run_dir, role, ref, place, commit)
-            if ref.kind == self.slot.kind:
-                self.versions |= commit.provenance.get("versions", {})
-        return inputs
-
-    def _earlier_with_same_inputs(self) -> list[str]:
-        """Directories of earlier attempts that were made from the same inputs."""
-        found = []
-        for claim in self.earlier:
-            folder = attempt_dir(self.run_dir, self.slot, claim)
-            try:
-                order = parse_order(self.run_dir.fs.read(folder / "order.json"))
-            except (OSError, ValueError, TypeError, KeyError):
-                continue  # it never got as far as its order
-            if _digests_of(order.inputs) == self.parents:
-                found.append(str(folder))
-        return found
 
     # -- during -------------------------------------------------------------------------------
 
@@ -224,7 +165,10 @@ class Attempt:
         longest_s = self.supervisor.deadlines.get(self.slot.kind, math.inf)
         graph, iteration = self.supervisor.chain.graph, self.slot.iteration
         past = read_durations(self.run_dir, graph, self.control, self.slot.kind, before=iteration)
-        return plan_deadline(past, longest_s=longest_s)
+        ends = [read_end(self.run_dir, self.slot, claim) for claim in self.earlier]
+        hung = sum(end is not None and end.error == "Deadline" for end in ends)
+        # What is taken to hang twice may just have become longer.
+        return min(longest_s, plan_deadline(past, longest_s=longest_s) * 2.0**hung)
 
     def _beat(self, counter: int) -> bool:
         """Show that we live; False if somebody else has the slot now."""
@@ -261,9 +205,8 @@ class Attempt:
             )
         except (StorageError, OSError) as error:
             return self._fail(Failure("system", type(error).__name__, str(error)))
-        content = make_content(
-            self.slot, result, parents=self.parents, settings_digest=self.settings_digest
-        )
+        parents, digest = self.prepared.parents, self.prepared.settings_digest
+        content = make_content(self.slot, result, parents=parents, settings_digest=digest)
         provenance = self._provenance(result)
         for wait_s in (*_PUBLISH_WAITS_S, None):
             try:
@@ -300,13 +243,20 @@ class Attempt:
             "node": job.node,
             "started": self.started,
             "ended": time.time(),
-            "work_s": round(self.supervisor.monotonic() - self.began, 3),
+            **self._work_s(),
+            "code": self.prepared.code,
             "startup_s": round(self.supervisor.startup_s, 3),
             "committed": self._now(),
             "gpu_s": self._gpu_s(),
             "slurm_rl": __version__,
             "metrics": result.metrics,
         }
+
+    def _work_s(self) -> dict[str, float]:
+        """How long the whole stage took; not told where an earlier attempt did a part of it."""
+        if any(read_end(self.run_dir, self.slot, claim) for claim in self.earlier):
+            return {}
+        return {"work_s": round(self.supervisor.monotonic() - self.began, 3)}
 
     def _gpu_s(self) -> float:
         """GPU seconds of the run up to the end of this iteration, if this is its last stage."""
@@ -347,7 +297,9 @@ class Attempt:
 
     def _num_space_errors(self) -> int:
         """How many of the attempts just before this one found no space either."""
-        ends = (read_end(self.run_dir, self.slot, claim) for claim in reversed(self.earlier))
+        base = dict(self.control.forgiven).get(str(self.slot), 0)
+        counted = [claim for claim in reversed(self.earlier) if claim.epoch > base]
+        ends = (read_end(self.run_dir, self.slot, claim) for claim in counted)
         full = itertools.takewhile(lambda end: end is not None and end.error == "SpaceError", ends)
         return sum(1 for _ in full)
 
@@ -387,7 +339,3 @@ class Attempt:
         except (OSError, StorageError) as error:
             logger.warning("%s: cannot leave word: %s", self.slot, error)
         self.lease.drop()
-
-
-def _digests_of(inputs: dict[str, Input]) -> dict[str, str]:
-    return {role: entry.digest for role, entry in inputs.items()}

@@ -25,6 +25,7 @@ from slurm_rl.config.schema import Settings
 from slurm_rl.launch.duty import Timing
 from slurm_rl.launch.stage_settings import parse_settings
 from slurm_rl.storage.control import read_control
+from slurm_rl.storage.owner import current_user, owner_of
 from slurm_rl.storage.rundir import RunDir, RunIdentity, filesystem_now, read_identity
 
 
@@ -34,12 +35,14 @@ class OpenRun:
 
     settings:   the newest ones.
     may_submit: whether this process may submit jobs of it.
+    in_job:     whether this is a process of a job.
     """
 
     run: RunDir
     identity: RunIdentity
     settings: Settings
     may_submit: bool = True
+    in_job: bool = False
 
     @functools.cached_property
     def chain(self) -> Chain:
@@ -53,6 +56,7 @@ class OpenRun:
             exact_clock=functools.partial(self.run.fs.now, self.run.control_dir),
             asks=make_asks(settings),
             may_submit=self.may_submit,
+            renew=lambda: open_run(self.run.root, in_job=self.in_job).chain,
         )
 
     @functools.cached_property
@@ -68,11 +72,18 @@ class OpenRun:
         )
 
 
-def open_run(root: Path) -> OpenRun:
-    """The run at `root`. Raises NoRunError, FormatError or CorruptError."""
+def open_run(root: Path, *, in_job: bool = False) -> OpenRun:
+    """The run at `root`. Raises NoRunError, FormatError or CorruptError.
+
+    A process submits nothing once another has the run, nor in a job where only login nodes may.
+    """
     run = RunDir(root.absolute())
     identity = read_identity(run)
-    return OpenRun(run, identity, parse_settings(identity, read_control(run)))
+    control = read_control(run)
+    settings = parse_settings(identity, control)
+    is_ours = owner_of(identity, control) == current_user()
+    may_submit = is_ours and (settings.submit_from == "anywhere" or not in_job)
+    return OpenRun(run, identity, settings, may_submit, in_job)
 
 
 def make_asks(settings: Settings) -> dict[str, Ask]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,11 @@ class Runner(Protocol):
     def start(self, order_path: Path, *, kind: str) -> Payload: ...
 
 
+def node_name() -> str:
+    """This node as Slurm calls it, which need not be its hostname."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 @dataclass
 class Job:
     """What a supervisor knows of the job it runs in.
@@ -41,7 +47,7 @@ class Job:
     link: Link
     task: int | None = None
     job_id: str = ""
-    node: str = field(default_factory=socket.gethostname)
+    node: str = field(default_factory=node_name)
     stop: str = ""
 
     @property

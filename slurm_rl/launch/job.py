@@ -7,7 +7,6 @@ Under Slurm it is the batch process itself (the job's script execs it), so that 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import logging
@@ -28,13 +27,12 @@ from slurm_rl.errors import CorruptError, SlurmRlError, StorageError
 from slurm_rl.launch import local
 from slurm_rl.launch.build import OpenRun, make_timing, open_run
 from slurm_rl.launch.duty import Job
-from slurm_rl.launch.payload import LocalRunner, SrunRunner
+from slurm_rl.launch.payload import StageRunner
 from slurm_rl.launch.shape import fits
 from slurm_rl.launch.stage_settings import find_stage_settings
 from slurm_rl.launch.supervisor import TIME_LIMIT, Supervisor
 from slurm_rl.launch.tick import tick_life
-from slurm_rl.storage.control import read_control
-from slurm_rl.storage.owner import current_user, owner_of, share_with_group
+from slurm_rl.storage.owner import share_with_group
 from slurm_rl.storage.rundir import write_copies
 from slurm_rl.storage.space import check_stage_space
 
@@ -50,6 +48,7 @@ _DOCTOR_JOBS = {
     "probe": ("slurm_rl.launch.probe_node", "run_probe"),
     "check": ("slurm_rl.launch.stage_check", "run_check_job"),
 }
+_END_TIME = "SLURM_JOB_END_TIME"
 #: Slurm sends the warning up to a minute early, and acts on its limits every half minute.
 _SIGNAL_EARLY_S = 120.0
 
@@ -84,12 +83,10 @@ def _run_doctor_job(argv: list[str]) -> int:
 
 
 def _open(root: Path) -> OpenRun:
-    """The run, for a job: it submits nothing where jobs may not, or once another has the run."""
-    opened = open_run(root)
+    """The run, for a job of it."""
+    opened = open_run(root, in_job=True)
     share_with_group(opened.settings.run.group)
-    is_ours = owner_of(opened.identity, read_control(opened.run)) == current_user()
-    may_submit = opened.settings.submit_from == "anywhere" and is_ours
-    return dataclasses.replace(opened, may_submit=may_submit)
+    return opened
 
 
 def _run_tick(root: Path, name: str) -> int:
@@ -110,8 +107,9 @@ def _run_link(root: Path, intent: str, name: str, signal_s: Sequence[str]) -> in
         write_copies(opened.run, opened.identity)
     job = make_job(opened.chain.graph, root / intent, name, dict(os.environ))
     asked_s = float(signal_s[0]) if signal_s else None
-    _stop_on_signals(job, opened.settings, os.environ, asked_s)
-    supervisor = make_supervisor(opened, job)
+    env = with_end_time(opened, job, os.environ)
+    _stop_on_signals(job, opened.settings, env, asked_s)
+    supervisor = make_supervisor(opened, job, env)
     supervisor.intent = root / intent
     return drive(supervisor, job)
 
@@ -137,21 +135,32 @@ def make_job(graph: Graph, intent: Path, name: str, env: dict[str, str]) -> Job:
     return Job(name, link, None if task is None else int(task), job_id)
 
 
-def make_supervisor(opened: OpenRun, job: Job) -> Supervisor:
+def with_end_time(opened: OpenRun, job: Job, env: Mapping[str, str]) -> dict[str, str]:
+    """The environment, with the job's end in it: older versions of Slurm are asked for it."""
+    known = dict(env)
+    if opened.settings.launcher == "slurm" and _END_TIME not in known and job.job_id:
+        from slurm_rl.launch.slurm import SlurmScheduler
+
+        end = SlurmScheduler(opened.settings, opened.identity.name).read_end_time(job.job_id)
+        if end is not None:
+            known[_END_TIME] = str(end)
+    return known
+
+
+def make_supervisor(opened: OpenRun, job: Job, env: Mapping[str, str]) -> Supervisor:
     settings = opened.settings
-    is_slurm = settings.launcher == "slurm"
     started, kind = time.time(), job.link.kinds[-1]
     kinds = [kind for kind in STAGE_KINDS if kind != "tick"]
     return Supervisor(
         chain=opened.chain,
         job=job,
-        runner=SrunRunner(settings) if is_slurm else LocalRunner(settings),
+        runner=StageRunner(),
         run_id=opened.identity.run_id,
         settle=functools.partial(find_stage_settings, opened.run, opened.identity),
         timing=make_timing(settings),
         monotonic=time.monotonic,
         fits=lambda kind: fits(settings, have=job.link.kinds[-1], need=kind),
-        left_s=functools.partial(left_of_job, settings, kind, os.environ, started),
+        left_s=functools.partial(left_of_job, settings, kind, env, started),
         check_space=functools.partial(check_stage_space, opened.run, settings),
         deadlines={kind: settings.stage(kind).deadline_s for kind in kinds},
     )
@@ -177,8 +186,8 @@ def left_of_job(settings: Settings, kind: str, env: Mapping[str, str], started: 
     started: when this process began, by the clock of this machine, as is the answer.
     """
     now = time.time()
-    if "SLURM_JOB_END_TIME" in env:
-        return float(env["SLURM_JOB_END_TIME"]) - now
+    if _END_TIME in env:
+        return float(env[_END_TIME]) - now
     limit_s = stage_time_s(settings, kind)
     return math.inf if limit_s is None else started + limit_s - now
 

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +20,14 @@ from slurm_rl.config.derive import num_ranks, stage_container, stage_env, stage_
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import ConfigError
 from slurm_rl.launch.containers import render_payload_command, render_payload_env
+from slurm_rl.types import parse_order
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+#: How long srun may take until its first rank has a log.
+STEP_START_S = 300.0
 
 
 @dataclass
@@ -30,10 +36,15 @@ class LocalPayload:
 
     ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
     logs: list[object] = field(default_factory=list)
+    first_log: Path | None = None
+    began: float = field(default_factory=time.monotonic)
 
     def poll(self) -> int | None:
         """None while any rank runs; the first failure ends the others."""
         codes = [rank.poll() for rank in self.ranks]
+        late = time.monotonic() - self.began > STEP_START_S
+        if late and None in codes and self.first_log is not None and not self.first_log.exists():
+            self.kill()  # after a crash of the controller srun may wait for a step that is gone
         failed = [code for code in codes if code]
         if failed and None in codes:
             self.kill()
@@ -100,7 +111,20 @@ class SrunRunner:
         # Set by sbatch --export=NONE, it would start the step without a PATH.
         env.pop("SLURM_EXPORT_ENV", None)
         with open(attempt / "srun.log", "ab") as log:
-            return LocalPayload([_spawn(argv, env, log.fileno())])
+            payload = LocalPayload([_spawn(argv, env, log.fileno())])
+        payload.first_log = attempt / "rank-0.log"
+        return payload
+
+
+@dataclass(frozen=True)
+class StageRunner:
+    """Starts each program with the settings that its order names: its stage's, not those of now."""
+
+    def start(self, order_path: Path, *, kind: str) -> LocalPayload:
+        order = parse_order(order_path.read_bytes())
+        settings = Settings.model_validate_json(Path(order.settings_path).read_bytes())
+        runner = SrunRunner(settings) if settings.launcher == "slurm" else LocalRunner(settings)
+        return runner.start(order_path, kind=kind)
 
 
 def stage_command(settings: Settings, order_path: Path, *, kind: str) -> list[str]:

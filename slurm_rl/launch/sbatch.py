@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rl.chain.scheduler import LinkRequest, WallTime
-from slurm_rl.config.derive import AUTO, num_ranks, stage_fallback, stage_signal_s, stage_slurm
+from slurm_rl.config.derive import (
+    AUTO,
+    num_ranks,
+    parse_wall_time,
+    stage_fallback,
+    stage_signal_s,
+    stage_slurm,
+)
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import (
     ConfigError,
@@ -99,8 +106,11 @@ def _learn_times(wall: WallTime, ours: dict[str, Any], user: dict[str, Any], sig
         del user["time"]
         if wall.limit_s is not None:
             user["time"] = format_wall_time(wall.limit_s)
-        if wall.shortest_s is not None:
-            user.setdefault("time_min", format_wall_time(wall.shortest_s))
+        asked = user.pop("time_min", None)
+        asked_s = None if asked is None else parse_wall_time(str(asked))
+        shortest_s = wall.shortest_s if asked_s is None else asked_s
+        if shortest_s is not None and wall.limit_s is not None:
+            user["time_min"] = format_wall_time(min(shortest_s, wall.limit_s))
 
 
 def format_wall_time(seconds: int) -> str:

@@ -34,7 +34,7 @@ from slurm_rl.launch.sbatch import (
     quote_answer,
     render_job,
 )
-from slurm_rl.launch.squeue import FORMAT, parse_queue
+from slurm_rl.launch.squeue import FORMAT, parse_queue, parse_time
 
 __all__ = ["SlurmScheduler", "expand_nodes", "render_job"]
 
@@ -167,6 +167,16 @@ class SlurmScheduler:
             and words.get("Reason") == "None"
             and words.get("PreemptTime", "None") in ("None", "Unknown", "N/A")
         )
+
+    def read_end_time(self, job_id: str) -> float | None:
+        """When a running job's time is over, in seconds since the epoch; None if Slurm does not
+        say. Its environment says it from 23.02 on only."""
+        argv = ["squeue", "-h", "-j", _check_id(job_id), "-o", "%e"]
+        try:
+            done = self._ask(argv, timeout_s=5.0, env=_SQUEUE_ENV)
+        except SchedulerError:
+            return None
+        return parse_time(done.stdout.strip()) if done.returncode == 0 else None
 
     def requeue(self, job_id: str) -> bool:
         """Put a job back in the queue, under the same id; False where Slurm will not."""

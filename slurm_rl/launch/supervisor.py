@@ -174,6 +174,7 @@ class Supervisor:
             if self.monotonic() > deadline:
                 logger.info("%s is held by a live claim, or delayed; not waiting longer", slots[0])
                 return None
+            sight = self.monotonic() + self.timing.visible_s  # its commit may show late, too
             yield min(1.0, self.timing.heartbeat_s)
         return None
 
@@ -258,12 +259,13 @@ class Supervisor:
         return waits and self._delay_s(slot, control) <= self.timing.wait_s
 
     def _has_room_for(self, ref: StageRef) -> bool:
-        """Whether the job's shape fits the stage, and so does what is left of its time: a first
-        stage always does, a further one if half of those before it were done in as much."""
+        """Whether the job's shape fits the stage, and so does what is left of its time: its
+        own first stage always does, another one if half of those before it were done in as much."""
         if not self.fits(ref.kind):
             return False
         left_s = self.left_s()
-        if not self._num_attempts or left_s == math.inf:
+        is_own = ref in self.job.link.stages and not self._num_attempts
+        if is_own or left_s == math.inf:
             return True
         run, graph = self.chain.run, self.chain.graph
         past = read_durations(

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from slurm_rl.config.derive import settings_digest
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import EngineError
 from slurm_rl.rollout.engine import Completion, Engine, Request, Sampling, Weights
@@ -23,6 +24,7 @@ from slurm_rl.rollout.rewards import Rewarder
 from slurm_rl.rollout.samples import Sample
 from slurm_rl.seeds import derive_seed
 from slurm_rl.storage.digest import digest_value
+from slurm_rl.types import Order
 
 log = logging.getLogger(__name__)
 
@@ -37,20 +39,24 @@ class PlannedGroup:
 
 
 def plan_groups(
-    visits: Iterable[Visit], *, settings: Settings, iteration: int, weights: Weights
+    visits: Iterable[Visit], *, order: Order, settings: Settings, weights: Weights
 ) -> list[PlannedGroup]:
-    """Requests and seeds of each visit: functions of the config's seed and the place in the run."""
+    """Requests and seeds of each visit: functions of the config's seed and the place in the run.
+
+    The keys hold the settings and the user's code too: a reward that was mended is another one.
+    """
     rollout = settings.rollout
     shared = {
         "weights": weights.digest,
         "version": weights.version,
         "sampling": asdict(plan_sampling(settings)),
-        "reward": [rollout.rm_type, rollout.custom_rm_path],
+        "reward": [rollout.rm_type, rollout.custom_rm_path, Path(order.code_dir).name],
+        "settings": settings_digest(settings),
     }
     planned = []
     for visit in visits:
         seeds = tuple(
-            derive_seed(settings.seed, "sample", iteration, visit.group_index, k)
+            derive_seed(settings.seed, "sample", order.iteration, visit.group_index, k)
             for k in range(rollout.n_samples_per_prompt)
         )
         request = Request(visit.group_index, visit.tokens, seeds)

@@ -149,7 +149,10 @@ def _raise_stopped(number: int, frame: FrameType | None) -> None:
 
 def _leave_failure(order: Order, error: BaseException, *, code: int) -> int:
     failure = {"blame": "system", "error": type(error).__name__, "hint": ""}
-    failure |= {"place": find_place(error), "node": socket.gethostname()}
+    failure |= {
+        "place": find_place(error),
+        "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+    }
     if isinstance(error, SlurmRlError):
         failure |= {"blame": error.blame, "message": error.message, "hint": error.hint}
     elif isinstance(error, Stopped):

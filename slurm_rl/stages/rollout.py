@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,9 @@ from slurm_rl.types import JOURNAL_NAME, Input, Order, Result
 
 log = logging.getLogger(__name__)
 
+#: What decides samples besides the weights, as far as it is installed beside this program.
+_LIBRARIES = ("transformers", "tokenizers", "torch", "sglang")
+
 
 def run_rollout(order: Order, settings: Settings, *, engine: Engine | None = None) -> Result:
     """Run the stage (or shard) that `order` names; everything is fsynced on return.
@@ -59,7 +62,7 @@ def run_rollout(order: Order, settings: Settings, *, engine: Engine | None = Non
     with Rewarder(settings) as rewarder:
         tokenizer = load_tokenizer(weights.path)
         visits, cursor = take_visits(order, settings, tokenizer=tokenizer)
-        plan = plan_groups(visits, settings=settings, iteration=order.iteration, weights=weights)
+        plan = plan_groups(visits, order=order, settings=settings, weights=weights)
         taken = take_over(plan, order.earlier_attempts)
         journal_path = Path(order.attempt_dir) / JOURNAL_NAME
         with serving(engine, weights, order=order, settings=settings, tokenizer=tokenizer) as ready:
@@ -110,9 +113,20 @@ def seal(
     metrics = fold_metrics(groups) | metrics
     log.info("reward %.4f over %d samples", metrics["rollout/raw_reward"], len(samples))
     counts = {"num_samples": len(samples), "num_groups": len(groups)}
-    versions = {name: version(name) for name in ("transformers", "tokenizers")}
+    versions = read_versions(_LIBRARIES)
     facts = {"versions": versions, "save_s": round(time.monotonic() - began, 3)}
     return Result(files, content=content | counts, metrics=metrics, provenance=facts)
+
+
+def read_versions(names: Iterable[str]) -> dict[str, str]:
+    """Versions of those libraries that are installed here."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -142,8 +142,14 @@ def assemble(shards: list[Commit]) -> tuple[dict[str, Any], dict[str, Any]]:
     metrics = _fold_metrics(shards)
     times = [shard.provenance for shard in shards if "work_s" in shard.provenance]
     slowest = max(times, key=lambda facts: float(facts["work_s"]), default={})
-    durations = {name: slowest[name] for name in DURATIONS if name in slowest}
-    return merged, {"attempts": attempts, "metrics": metrics, **durations}
+    facts = {name: slowest[name] for name in DURATIONS if name in slowest}
+    committed = [s.provenance["committed"] for s in shards if "committed" in s.provenance]
+    if committed:
+        facts["committed"] = max(committed)
+    for shard in shards:
+        if "versions" in shard.provenance:
+            facts["versions"] = facts.get("versions", {}) | shard.provenance["versions"]
+    return merged, {"attempts": attempts, "metrics": metrics, **facts}
 
 
 def resolve_input(run: RunDir, role: str, ref: StageRef, slot: Slot, commit: Commit) -> Input:

@@ -147,6 +147,12 @@ def clear_stops(run: RunDir) -> None:
     run.fs.fsync_dir(run.control_dir)
 
 
+def clear_halt(run: RunDir) -> None:
+    """Take HALT away; a pause stays."""
+    remove_published(run.control_dir / "HALT", fs=run.fs)
+    run.fs.fsync_dir(run.control_dir)
+
+
 def write_change(run: RunDir, change: Change) -> None:
     """Settings or code that hold from a stage on."""
     _publish_next(run, "change", asdict(change))

@@ -80,8 +80,8 @@ def test_a_job_that_waits_too_long_goes_elsewhere(
 ) -> None:
     done = actions(waiting(age_s, ready_s), fallbacks=AFTER)
     expected = (
-        Cancel(("r0-1",), "waited too long; goes to its fallback"),
         Submit(R0, 2, fallback=True),
+        Cancel(("r0-1",), "waited too long; goes to its fallback", R0),
     )
     assert done == (expected if goes else ())
 
