@@ -8,7 +8,7 @@ SGLANG_VENV ?= .venv-sglang
 TORCH ?= torch==2.13.0
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: install demo test test-fast test-exhaustive test-slurm test-gpu lint format docs bench smollm2 sglang-cpu clean
+.PHONY: install demo test test-fast test-exhaustive test-slurm chaos test-gpu lint format docs bench smollm2 sglang-cpu clean
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
@@ -46,6 +46,9 @@ test-exhaustive: install ## every fault before every effect of the protocol; abo
 
 test-slurm: install
 	$(PYTEST) -q tests/slurm
+
+chaos: install ## sixty faults on a real Slurm; about ten minutes, needs root
+	$(BIN)/python tools/chaos.py --faults 60 --iterations 20 --seed 1
 
 test-gpu: ## on a machine with a GPU, torch, megatron-core and SGLang; see docs/benchmarks.md
 	$(PYTHON) -m pytest -q tests/gpu

@@ -186,6 +186,17 @@ def test_a_failure_that_is_the_users_halts_at_once(folder: Path, how: str) -> No
     assert not world.cluster.live_jobs()
 
 
+def test_a_killed_rank_is_no_request_to_stop(folder: Path) -> None:
+    world = make_world(folder, retry_delay_s=5.0)
+    fail_stage(world.run.root, "train", 0, how="survivor", times=9)
+    world.shell()
+    assert not world.finish()
+    halt = read_control(world.run).halt
+    assert halt is not None and "failed twice in the same way" in halt.reason
+    assert "status 137" in halt.reason
+    assert world.num_claims() == 2
+
+
 def test_a_halt_leaves_running_tasks_of_an_array_alone(folder: Path) -> None:
     world = make_world(folder, shards=3, rollout_batch_size=3)
     world.cluster.nodes = {"node1": 2}  # the third shard waits

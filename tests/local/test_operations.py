@@ -93,6 +93,56 @@ def test_settings_change_from_the_first_untouched_iteration_on(
     assert "already" in say(toy_run, "set", root, "num_rollout=4", code=3)
 
 
+def test_a_section_that_was_not_set_can_be(toy_run: ToyRun) -> None:
+    say(toy_run, "submit", str(toy_run.config))
+    say(toy_run, "set", str(toy_run.root), "rollout.container.runtime=none")
+    say(toy_run, "status", str(toy_run.root))
+    finish(toy_run)
+
+
+def test_a_run_that_is_made_longer_while_its_last_stage_works_goes_on(toy_run: ToyRun) -> None:
+    watcher = toy_run.start("submit", str(toy_run.config), "--wait", TOY_SECOND="0.25")
+    last = toy_run.root / "iterations" / "000002" / "train.t0"
+    wait_until(lambda: (last / "claim.0001").exists(), seconds=90)
+    say(toy_run, "set", str(toy_run.root), "num_rollout=4")
+    out, err = watcher.communicate(timeout=100)
+    assert watcher.returncode == 0, err
+    assert "i0003.train" in out and "000003/train.t0" in toy_run.digests()
+
+
+def halt_in_one_of_two_shards(toy_run: ToyRun) -> None:
+    toy_run.write(rollout__shards=2)
+    say(toy_run, "submit", str(toy_run.config))
+    fail_stage(toy_run.root, "rollout", 1, how="user")
+    halted = toy_run.command("watch", str(toy_run.root))
+    assert halted.returncode == 4, halted.stderr
+    shards = toy_run.root / "iterations" / "000001" / "rollout.t0"
+    wait_until(lambda: len(list(shards.glob("shard-*/COMMIT"))) == 1)
+    wait_until(lambda: not toy_run.running())
+
+
+def test_mended_code_holds_for_the_shard_that_failed(toy_run: ToyRun, tmp_path: Path) -> None:
+    halt_in_one_of_two_shards(toy_run)
+    code = tmp_path / "mine"
+    code.mkdir()
+    (code / "reward.py").write_text("ONE = 1\n")
+    told = say(toy_run, "set", str(toy_run.root), f"code={code}")
+    assert "from i0001.rollout on" in told
+    finish(toy_run)
+    orders = toy_run.root.glob("iterations/000001/rollout.t0/shard-*/a*/order.json")
+    with_code = [bool(json.loads(path.read_bytes())["code_dir"]) for path in orders]
+    assert sorted(with_code) == [False, False, True], "two before, and the one that was mended"
+
+
+def test_settings_change_for_no_half_of_a_stage(toy_run: ToyRun) -> None:
+    halt_in_one_of_two_shards(toy_run)
+    say(toy_run, "set", str(toy_run.root), "rollout.rollout_temperature=0.7")
+    finish(toy_run)
+    say(toy_run, "verify", str(toy_run.root))
+    settings = [commit(toy_run, f"00000{i}/rollout.t0")["content"]["settings"] for i in range(3)]
+    assert settings[0] == settings[1] != settings[2]
+
+
 @pytest.mark.parametrize(
     ("assignment", "said"),
     [
@@ -103,6 +153,7 @@ def test_settings_change_from_the_first_untouched_iteration_on(
         ("rollout.n_sample_per_prompt=3", "n_samples_per_prompt"),
         ("chain.window=zero", "chain.window"),
         ("code=./nowhere", "is not a folder"),
+        ("code=", "names no folder"),
         ("what", "is not name=value"),
     ],
 )

@@ -43,6 +43,10 @@ Steps = Generator[float, None, Result | None]
 WORK_S = 4.0
 
 
+class Stopped(EngineError):
+    """The word of a rank that srun stopped because another was killed."""
+
+
 class Crash(BaseException):
     """The program ends like one that was hit by SIGKILL."""
 
@@ -61,6 +65,9 @@ def toy_steps(order: Order, *, fs: Fs = POSIX) -> Steps:
     if how is not None:
         blamed = DataError if how in ("user", "rank") else EngineError
         error = blamed(f"told to fail ({how})")
+        if how == "survivor":
+            error = Stopped("stopped by SIGTERM")
+            error.exit_code = 137
         if how == "rank":
             error.exit_code = 143
         if how == "again":

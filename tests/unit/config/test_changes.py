@@ -59,6 +59,7 @@ def test_changes_leave_what_they_change_alone() -> None:
         "a": {"b": 2, "c": [1]}, "d": 2, "e": {"f": 3},
     }  # fmt: skip
     assert before == {"a": {"b": 1, "c": [1]}, "d": 2}
+    assert apply_changes({"a": None}, [{"a.b": 1}]) == {"a": {"b": 1}}, "a section that was not set"
 
 
 @pytest.mark.parametrize("path", [*FIXED, "run.name", "init_model.config.x"])
