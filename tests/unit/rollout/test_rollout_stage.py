@@ -201,6 +201,7 @@ def test_groups_of_other_weights_or_settings_are_not_taken_over(
         ({"weights": other}, make_settings(), 3),
         ({}, make_settings(rollout_temperature=0.5), 3),
         ({}, make_settings(rm_type="exact_match"), 3),
+        ({"code_dir": str(tmp_path / "mended")}, make_settings(), 3),
     ):
         engine = DyingEngine(EmbeddedEngine(tokenizer))
         run_rollout(
