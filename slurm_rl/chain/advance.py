@@ -219,8 +219,10 @@ def _carry_out(chain: Chain, control: Control, action: Action, job_ids: dict[Lin
         logger.info("cancel %s: %s", ", ".join(action.job_ids), action.why)
         chain.scheduler.cancel(list(action.job_ids), only_pending=True)
     elif isinstance(action, Repoint):
-        logger.info("job %s now waits for %s", action.job_id, ", ".join(action.after) or "nothing")
-        chain.scheduler.repoint(action.job_id, action.after)
+        if all(at in job_ids for at in action.after if isinstance(at, Link)):
+            after = tuple(job_ids[at] if isinstance(at, Link) else at for at in action.after)
+            logger.info("job %s now waits for %s", action.job_id, ", ".join(after) or "nothing")
+            chain.scheduler.repoint(action.job_id, after)
     elif isinstance(action, HaltRun):
         logger.error("halt: %s", action.halt.reason)
         write_halt(chain.run, dataclasses.replace(action.halt, since=chain.clock()))

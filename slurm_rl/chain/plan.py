@@ -45,11 +45,14 @@ class _Draft:
     """What is being planned: actions, reasons, the jobs of each link, and the room in the queue.
 
     have: link -> the id of its live job, or itself if it is being submitted.
+    last: what comes after all else; leaving: ids of jobs that end with it.
     """
 
     actions: list[Action] = field(default_factory=list)
     waiting: list[str] = field(default_factory=list)
     have: dict[Link, str | Link] = field(default_factory=dict)
+    last: list[Action] = field(default_factory=list)
+    leaving: set[str] = field(default_factory=set)
     room: int = 0
 
 
@@ -87,6 +90,7 @@ def _plan_window(spec: Spec, view: View, draft: _Draft) -> None:
             _plan_fallback(spec, view, seen, live, draft)
         else:
             _plan_submission(spec, view, seen, parents, draft)
+    draft.actions += draft.last
 
 
 def _plan_submission(
@@ -184,7 +188,9 @@ def _plan_fallback(
     draft.waiting.append(f"{seen.link.anchor}: waited {waited_s:.0f} s; goes to its fallback")
     number = seen.intents[-1][0].number + 1
     draft.actions.append(Submit(seen.link, number, (), seen.missing_shards, fallback=True))
-    draft.actions.append(Cancel(ids, "waited too long; goes to its fallback", seen.link))
+    # Those that wait for it are to wait for the new one, before its end would wake them.
+    draft.last.append(Cancel(ids, "waited too long; goes to its fallback", seen.link))
+    draft.leaving |= {job.base_id for job in live}
     draft.have[seen.link] = seen.link
 
 
@@ -200,10 +206,10 @@ def _plan_dependency(view: View, live: list[QueuedJob], parents: list[Link], dra
     A reissued id makes a job wait for somebody else's, for ever at worst. Waiting for the job
     that looks is fine: it is about to end.
     """
-    wanted = [draft.have.get(link) for link in parents]
-    if any(isinstance(at, Link) for at in wanted):
+    ids = tuple(at for link in parents if (at := draft.have.get(link)) is not None)
+    are_new = any(isinstance(at, Link) for at in ids)
+    if are_new and not any(draft.leaving & set(job.after) for job in live):
         return  # its parent is being submitted: a dependency on a dead job wakes it, and it seeks
-    ids = tuple(at for at in wanted if isinstance(at, str))
     fine = {job.base_id for job in view.queue or () if view.is_own(job)} | set(ids)
     for base_id, job in {job.base_id: job for job in live}.items():
         if job.state is JobState.PENDING and not fine.issuperset(job.after):

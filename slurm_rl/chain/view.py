@@ -154,8 +154,10 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Repoint:
+    """Let a pending job wait for all of `after` (job ids, or links that are being submitted)."""
+
     job_id: str
-    after: tuple[str, ...]
+    after: tuple[str | Link, ...]
 
 
 @dataclass(frozen=True, slots=True)

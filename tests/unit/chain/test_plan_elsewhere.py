@@ -113,14 +113,15 @@ def test_it_goes_once_and_its_retries_stay_there() -> None:
 
 
 def test_what_waits_behind_it_waits_for_the_new_job() -> None:
-    """Until the new one has an id the old dependency stays: it wakes, and the link seeks work."""
+    """Its dependency moves over before the end of the old job would wake it."""
     queue = [
         job(R0, "r0-1", JobState.PENDING, reason="Priority"),
         job(T0, "t0-1", JobState.PENDING, after=("r0-1",)),
     ]
     train = seen(T0, Intent(1, "t0-1", 0.0), waits_for=(R0,))
     done = actions(view(seen(R0, FIRST, ready_s=1e6), train, queue=queue), fallbacks=AFTER)
-    assert not any(isinstance(action, Repoint) for action in done)
+    assert [type(action) for action in done] == [Submit, Repoint, Cancel], "it never wakes between"
+    assert [action.after for action in done if isinstance(action, Repoint)] == [(R0,)]
 
 
 # -- nodes ----------------------------------------------------------------------------------------
