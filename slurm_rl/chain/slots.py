@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -73,7 +74,8 @@ def view_slot(
     if slot.shard is not None and read_commit(run, slot) is not None:
         return SlotView(name, slot.shard, True)
     base = dict(control.forgiven).get(name, 0)
-    tried = [t for t in read_tried(run, slot, queue) if t.claim.epoch > base]
+    all_tried = read_tried(run, slot, queue, alive_since=now - spec.lease_s)
+    tried = [t for t in all_tried if t.claim.epoch > base]
     failed = [t for t in tried if t.has_failed]
     num_stops = sum(t.was_stopped for t in tried)
     if not failed:
@@ -93,9 +95,20 @@ def view_slot(
     )
 
 
-def read_tried(run: RunDir, slot: Slot, queue: tuple[QueuedJob, ...] | None) -> list[Tried]:
-    """The attempts at a slot that are over, as far as anyone can tell, by epoch."""
+def read_tried(
+    run: RunDir,
+    slot: Slot,
+    queue: tuple[QueuedJob, ...] | None,
+    *,
+    alive_since: float = math.inf,
+) -> list[Tried]:
+    """The attempts at a slot that are over, as far as anyone can tell, by epoch.
+
+    The last one may be at work though the queue does not know its job: that may be younger than
+    the reading, or another person's. Then a sign of life after `alive_since` is believed.
+    """
     jobs = queue or ()
+    known = {job.claim_token for job in jobs}
     at_work = {job.claim_token for job in jobs if job.state in _AT_WORK}
     waiting = {job.claim_token for job in jobs if job.state in _WAITS}
     claims = read_claims(run, slot)
@@ -105,8 +118,11 @@ def read_tried(run: RunDir, slot: Slot, queue: tuple[QueuedJob, ...] | None) -> 
         is_last = number == len(claims) - 1
         if end is None and is_last and (queue is None or claim.job_token in at_work):
             continue
-        later = {other.job_token for other in claims[number + 1 :]} | waiting
         died = end.ended if end is not None else claim.claimed + read_elapsed(run, slot, claim)
+        is_unknown = end is None and is_last and claim.job_token not in known
+        if is_unknown and died > alive_since:
+            continue
+        later = {other.job_token for other in claims[number + 1 :]} | waiting
         found.append(Tried(claim, end, died, end is None and claim.job_token in later))
     return found
 

@@ -40,6 +40,7 @@ class Spec:
     gpu_hours: float | None = None
     until: float | None = None
     submits: bool = True
+    lease_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)

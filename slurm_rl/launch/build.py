@@ -119,6 +119,7 @@ def make_spec(settings: Settings, short_id: str) -> Spec:
         gpu_hours=chain.budget.gpu_hours,
         until=None if chain.budget.until is None else parse_instant(chain.budget.until),
         submits=settings.submit_from == "anywhere",
+        lease_s=chain.lease_s,
     )
 
 

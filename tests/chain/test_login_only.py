@@ -95,7 +95,9 @@ def test_a_window_of_links_lasts_without_anybody(
     luck = run_alone(world, seed)
     assert luck.num_refused == 0, "a job tried to submit"
     assert len(world.cluster.history) == LINKS
-    assert count_iterations(world) >= LINKS - luck.num_killed
+    # A short link that waited until a dead one was silent may have no time left for its work.
+    cost = 2 if links is Short else 1
+    assert count_iterations(world) >= max(20, LINKS - cost * luck.num_killed)
     assert count_iterations(world) >= 20
 
 

@@ -69,6 +69,24 @@ def test_the_last_word_says_what_counts(
 
 
 @pytest.mark.parametrize(
+    ("now", "jobs", "failures"),
+    [
+        (150.0, (), 0),  # its job may be younger than the reading, or another person's
+        (161.0, (), 1),  # silent for a lease
+        (150.0, queue(("id1", JobState.ENDED)), 1),  # the queue knows better
+    ],
+)
+def test_a_sign_of_life_counts_where_the_queue_knows_no_job(
+    run: RunDir, now: float, jobs: tuple[QueuedJob, ...], failures: int
+) -> None:
+    claim(run, 1)  # at 100
+    assert look(run, jobs, now=now).failures == failures
+    if not jobs:
+        write_heartbeat(run, SLOT, Claim(1, "id1", f"{1:012x}"), 9, elapsed_s=60.0)
+        assert look(run, jobs, now=210.0).failures == 0
+
+
+@pytest.mark.parametrize(
     ("jobs", "failures", "stops"),
     [
         ((), 1, 0),
