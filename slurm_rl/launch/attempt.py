@@ -59,8 +59,6 @@ _STOPPED_BY_SIGNAL = (-15, 143)
 #: that was due, may make room within minutes; but a quota does not grow by itself, and each try
 #: costs the start of the stage's whole allocation.
 SPACE_TRIES = 3
-#: Waits between tries to publish what may have taken hours to compute.
-_PUBLISH_WAITS_S = (5.0, 20.0, 60.0)
 
 
 class AttemptOutcome(Enum):
@@ -208,7 +206,7 @@ class Attempt:
         parents, digest = self.prepared.parents, self.prepared.settings_digest
         content = make_content(self.slot, result, parents=parents, settings_digest=digest)
         provenance = self._provenance(result)
-        for wait_s in (*_PUBLISH_WAITS_S, None):
+        for wait_s in (*supervisor.timing.publish_again, None):
             try:
                 won = publish_commit(
                     self.run_dir, self.slot, content=content, provenance=provenance

@@ -28,6 +28,9 @@ from slurm_rl.storage.control import read_control
 from slurm_rl.storage.owner import current_user, owner_of
 from slurm_rl.storage.rundir import RunDir, RunIdentity, filesystem_now, read_identity
 
+#: The default of `chain.retry_delay_s`.
+_USUAL_RETRY_DELAY_S = 15.0
+
 
 @dataclass(frozen=True)
 class OpenRun:
@@ -145,5 +148,13 @@ def make_scheduler(settings: Settings, run: RunDir) -> Scheduler:
 
 
 def make_timing(settings: Settings) -> Timing:
+    """How long a supervisor waits for what; the shorter retries are, the shorter these."""
     chain = settings.chain
-    return Timing(lease_s=chain.lease_s, heartbeat_s=chain.heartbeat_s, wait_s=10 * chain.lease_s)
+    haste = min(1.0, chain.retry_delay_s / _USUAL_RETRY_DELAY_S)
+    return Timing(
+        lease_s=chain.lease_s,
+        heartbeat_s=chain.heartbeat_s,
+        wait_s=10 * chain.lease_s,
+        work_again=tuple(haste * wait_s for wait_s in Timing().work_again),
+        publish_again=tuple(haste * wait_s for wait_s in Timing().publish_again),
+    )

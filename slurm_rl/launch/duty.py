@@ -64,6 +64,8 @@ class Timing:
     """Seconds, by the supervisor's own clock.
 
     visible_s: how long something of another node's is waited for that may only not show here yet.
+    work_again: waits before the work is begun again after an error of the file system.
+    publish_again: waits between tries to publish what may have taken hours to compute.
     """
 
     lease_s: float = 60.0
@@ -72,3 +74,5 @@ class Timing:
     wait_s: float = 600.0
     stop_grace_s: float = 60.0
     visible_s: float = VISIBLE_S
+    work_again: tuple[float, ...] = (5.0, 20.0)
+    publish_again: tuple[float, ...] = (5.0, 20.0, 60.0)

@@ -52,8 +52,6 @@ EXIT_UNFINISHED = 75
 TIME_LIMIT = "time limit"
 #: How long a requeued job waits for Slurm to end it.
 _REQUEUE_WAIT_S = 120.0
-#: Waits before the work is begun again after an error of the file system.
-_STORAGE_WAITS_S = (5.0, 20.0)
 
 Sleeps = Generator[float, None, int]
 
@@ -93,7 +91,7 @@ class Supervisor:
         Raises CorruptError, after halting the run: the next job would only find the same. Other
         troubles of the file system are tried again a few times: nothing is held in memory.
         """
-        for wait_s in (*_STORAGE_WAITS_S, None):
+        for wait_s in (*self.timing.work_again, None):
             try:
                 return (yield from self._work())
             except CorruptError as error:
