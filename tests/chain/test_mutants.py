@@ -140,8 +140,8 @@ MUTANTS = {
                 "                break",
             ),
             (
-                "        for wait_s in (*_PUBLISH_WAITS_S, None):\n",
-                "        won = False\n        for wait_s in (*_PUBLISH_WAITS_S, None):\n",
+                "        for wait_s in (*supervisor.timing.publish_again, None):\n",
+                "        won = False\n        for wait_s in (*supervisor.timing.publish_again, None):\n",
             ),
         ),
     ),
