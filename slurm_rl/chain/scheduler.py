@@ -25,7 +25,12 @@ class JobState(Enum):
     @property
     def is_live(self) -> bool:
         """May still do work by itself."""
-        return self in (JobState.PENDING, JobState.RUNNING, JobState.UNKNOWN)
+        return self is JobState.PENDING or self.may_be_at_work
+
+    @property
+    def may_be_at_work(self) -> bool:
+        """May have processes now."""
+        return self in (JobState.RUNNING, JobState.UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True)

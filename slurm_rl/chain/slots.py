@@ -9,14 +9,20 @@ from dataclasses import dataclass
 from slurm_rl.chain.graph import Graph
 from slurm_rl.chain.scheduler import JobState, QueuedJob
 from slurm_rl.chain.view import SlotView, Spec
-from slurm_rl.storage.claims import AttemptEnd, attempt_dir, read_claims, read_elapsed, read_end
+from slurm_rl.storage.claims import (
+    AttemptEnd,
+    attempt_dir,
+    read_claims,
+    read_elapsed,
+    read_end,
+    read_latest_claim,
+)
 from slurm_rl.storage.commits import read_commit
 from slurm_rl.storage.control import Control
 from slurm_rl.storage.rundir import RunDir
 from slurm_rl.types import Claim, Slot, StageRef
 
 _NO_FAILURES = ("stopped", "superseded", "committed")
-_AT_WORK = (JobState.RUNNING, JobState.UNKNOWN)
 _WAITS = (JobState.PENDING, JobState.HELD)
 
 
@@ -109,7 +115,7 @@ def read_tried(
     """
     jobs = queue or ()
     known = {job.claim_token for job in jobs}
-    at_work = {job.claim_token for job in jobs if job.state in _AT_WORK}
+    at_work = {job.claim_token for job in jobs if job.state.may_be_at_work}
     waiting = {job.claim_token for job in jobs if job.state in _WAITS}
     claims = read_claims(run, slot)
     found = []
@@ -125,6 +131,13 @@ def read_tried(
         later = {other.job_token for other in claims[number + 1 :]} | waiting
         found.append(Tried(claim, end, died, end is None and claim.job_token in later))
     return found
+
+
+def is_at_work(run: RunDir, slot: Slot, queue: tuple[QueuedJob, ...] | None) -> bool:
+    """Whether the last attempt at a slot may be at work, as far as anyone can tell."""
+    last = read_latest_claim(run, slot)
+    over = {tried.claim.epoch for tried in read_tried(run, slot, queue)}
+    return last is not None and last.epoch not in over
 
 
 def _is_repeating(failed: Sequence[Tried]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from slurm_rl.chain.advance import look
 from slurm_rl.chain.observe import find_head, read_current
-from slurm_rl.chain.slots import read_tried, slots_of
+from slurm_rl.chain.slots import is_at_work, slots_of
 from slurm_rl.chain.view import View
 from slurm_rl.cli.runs import find_own_run
 from slurm_rl.cli.terminal import say
@@ -22,7 +22,6 @@ from slurm_rl.config.problems import raise_problems
 from slurm_rl.errors import ConfigError, NothingDone
 from slurm_rl.launch.build import OpenRun
 from slurm_rl.launch.stage_settings import code_digest_of, parse_settings
-from slurm_rl.storage.claims import read_latest_claim
 from slurm_rl.storage.commits import has_commit
 from slurm_rl.storage.control import Change, Control, write_change
 from slurm_rl.storage.owner import current_user
@@ -81,13 +80,10 @@ def _is_begun(opened: OpenRun, view: View, ref: StageRef) -> bool:
     """Whether the stage has its commit, or somebody may be at work on it."""
     if read_current(opened.run, opened.chain.graph, view.control, ref) is not None:
         return True
-    for slot in slots_of(opened.chain.graph, view.control, ref):
-        last = read_latest_claim(opened.run, slot)
-        tried = {t.claim.epoch for t in read_tried(opened.run, slot, view.queue)}
-        is_open = not has_commit(opened.run, slot)
-        if is_open and last is not None and last.epoch not in tried:
-            return True
-    return False
+    return any(
+        not has_commit(opened.run, slot) and is_at_work(opened.run, slot, view.queue)
+        for slot in slots_of(opened.chain.graph, view.control, ref)
+    )
 
 
 def _plan_values(

@@ -7,6 +7,7 @@ import itertools
 from pathlib import Path
 
 from slurm_rl.chain.advance import advance, look
+from slurm_rl.chain.graph import Link
 from slurm_rl.chain.observe import find_head, link_folder, read_queue
 from slurm_rl.chain.scheduler import JobState
 from slurm_rl.chain.slots import slots_of
@@ -15,8 +16,8 @@ from slurm_rl.cli.submit import report
 from slurm_rl.cli.terminal import say
 from slurm_rl.errors import NothingDone, SchedulerUnavailable, StorageError
 from slurm_rl.launch.build import OpenRun
-from slurm_rl.storage.claims import read_claims
-from slurm_rl.storage.control import clear_stops, read_control, write_budget, write_pause
+from slurm_rl.storage.claims import read_latest_claim
+from slurm_rl.storage.control import Control, clear_stops, read_control, write_budget, write_pause
 from slurm_rl.storage.intents import read_intents, write_cancelled
 from slurm_rl.types import StageRef
 
@@ -53,19 +54,27 @@ def forgive(opened: OpenRun) -> None:
     chain = opened.chain
     control = read_control(opened.run)
     head = find_head(opened.run, chain.graph, control)
-    forgiven = {}
+    forgiven: dict[str, int] = {}
     for link in itertools.islice(chain.graph.links_from(head), chain.spec.window):
-        intents = read_intents(opened.run, link_folder(opened.run, control, link))
-        if intents:
-            forgiven[str(link.anchor)] = intents[-1].number
+        forgiven |= count_submissions(opened, control, link)
     for iteration in range(head, min(head + 2, chain.graph.num_iterations)):
         for node in chain.graph.stages(iteration):
-            for slot in slots_of(chain.graph, control, StageRef(iteration, node.kind)):
-                claims = read_claims(opened.run, slot)
-                if claims:
-                    forgiven[str(slot)] = claims[-1].epoch
+            forgiven |= count_attempts(opened, control, StageRef(iteration, node.kind))
     if forgiven and dict(control.forgiven) | forgiven != dict(control.forgiven):
         write_budget(opened.run, forgiven)
+
+
+def count_submissions(opened: OpenRun, control: Control, link: Link) -> dict[str, int]:
+    """The submissions of a link so far, as a budget forgives them."""
+    intents = read_intents(opened.run, link_folder(opened.run, control, link))
+    return {str(link.anchor): intents[-1].number} if intents else {}
+
+
+def count_attempts(opened: OpenRun, control: Control, ref: StageRef) -> dict[str, int]:
+    """The attempts at each slot of a stage so far, as a budget forgives them."""
+    slots = slots_of(opened.chain.graph, control, ref)
+    claims = {str(slot): read_latest_claim(opened.run, slot) for slot in slots}
+    return {name: claim.epoch for name, claim in claims.items() if claim is not None}
 
 
 def pause_run(path: Path) -> None:

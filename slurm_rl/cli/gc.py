@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import socket
 import time
 from collections import Counter
@@ -18,6 +17,7 @@ from slurm_rl.errors import NothingDone, StorageError
 from slurm_rl.launch.build import OpenRun
 from slurm_rl.storage.control import read_control
 from slurm_rl.storage.leases import take_lease
+from slurm_rl.storage.owner import current_user
 from slurm_rl.storage.retention import Act, Item
 from slurm_rl.storage.tombstones import check_there
 from slurm_rl.types import Slot, StageRef
@@ -76,7 +76,7 @@ def lease_iteration(path: Path, *, iteration: int, hours: float, why: str) -> No
     ]
     if not slots:
         raise NothingDone(f"{opened.run.root}: iteration {iteration} has no commit yet")
-    holder = f"{getpass.getuser()} on {socket.gethostname()}" + (f": {why}" if why else "")
+    holder = f"{current_user()} on {socket.gethostname()}" + (f": {why}" if why else "")
     now = opened.chain.clock()
     lease = take_lease(opened.run, slots, holder=holder, now=now, lifetime_s=hours * 3600)
     for slot in slots:

@@ -10,16 +10,16 @@ from pathlib import Path
 
 from slurm_rl.chain.advance import look
 from slurm_rl.chain.needs import check_rewindable, inputs_from
-from slurm_rl.chain.observe import find_head, link_folder, read_current
-from slurm_rl.chain.slots import read_tried, slots_of
+from slurm_rl.chain.observe import find_head, read_current
+from slurm_rl.chain.slots import is_at_work, slots_of
 from slurm_rl.chain.usage import read_total, read_usage
-from slurm_rl.cli.control import stop_jobs
+from slurm_rl.cli.control import count_attempts, count_submissions, stop_jobs
 from slurm_rl.cli.runs import find_own_run
 from slurm_rl.cli.terminal import say
 from slurm_rl.cli.verify import check_iteration
 from slurm_rl.errors import NoRunError, NothingDone, StorageError
 from slurm_rl.launch.build import OpenRun
-from slurm_rl.storage.claims import read_claims, read_latest_claim
+from slurm_rl.storage.claims import read_claims
 from slurm_rl.storage.control import (
     clear_halt,
     read_control,
@@ -27,7 +27,6 @@ from slurm_rl.storage.control import (
     write_budget,
     write_pause,
 )
-from slurm_rl.storage.intents import read_intents
 from slurm_rl.storage.leases import hold
 from slurm_rl.types import StageRef
 
@@ -68,18 +67,12 @@ def retry_stage(path: Path, *, iteration: int, stage: str) -> None:
         say(f"{opened.run.root}: {ref} and all that was made from it will be made again")
         say(f"go on with: slurm-rl resume {opened.run.root}")
         return
-    last = {slot: read_latest_claim(opened.run, slot) for slot in slots_of(graph, control, ref)}
     queue = look(opened.chain).queue
-    for slot, claim in last.items():
-        over = {t.claim.epoch for t in read_tried(opened.run, slot, queue)}
-        if claim is not None and claim.epoch not in over:
+    for slot in slots_of(graph, control, ref):
+        if is_at_work(opened.run, slot, queue):
             raise NothingDone(f"{opened.run.root}: {slot} is at work", hint="let it end, or cancel")
-    claims = {slot: read_claims(opened.run, slot) for slot in slots_of(graph, control, ref)}
-    forgiven = {str(slot): found[-1].epoch for slot, found in claims.items() if found}
-    link = graph.link_of(ref)
-    intents = read_intents(opened.run, link_folder(opened.run, control, link))
-    if intents:
-        forgiven[str(link.anchor)] = intents[-1].number
+    forgiven = count_attempts(opened, control, ref)
+    forgiven |= count_submissions(opened, control, graph.link_of(ref))
     if not forgiven:
         raise NothingDone(f"{opened.run.root}: {ref} was not tried yet")
     write_budget(opened.run, forgiven)

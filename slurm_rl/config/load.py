@@ -75,13 +75,7 @@ def load_config(path: File | str, overrides: Sequence[str] = ()) -> LoadedConfig
         layers.append(_make_layer(site, _absolute(site_path).parent, cwd))
     layers.append(_make_layer(document, _absolute(file).parent, cwd))
     layers += [_make_layer(item, cwd, cwd) for item in sets]
-    data, origins = _merge_layers(layers, str(path))
-    raise_problems((p for layer in layers for p in layer.problems), origins)
-    settings, problems = validate_settings(data)
-    if settings is not None:
-        problems = check_settings(settings)
-    raise_problems(problems, origins)
-    assert settings is not None
+    settings, origins = _settle(layers, str(path))
     return LoadedConfig(file, text, settings, tuple(overrides), site_path, site_text, origins)
 
 
@@ -95,15 +89,21 @@ def change_settings(
     cwd = File.cwd()
     run = _Layer(dict(data), {(): "run.json"}, [])
     layers = [_make_layer(_parse_override(item), cwd, cwd) for item in overrides]
-    merged, origins = _merge_layers([run, *layers], "run.json")
+    settings, _ = _settle([run, *layers], "run.json")
+    values = {".".join(path): value for layer in layers for path, value in _leaves(layer.data, ())}
+    return settings, values
+
+
+def _settle(layers: Sequence[_Layer], label: str) -> tuple[Settings, dict[Path, str]]:
+    """The settings that layers come to, and where each was written. Raises ConfigError."""
+    data, origins = _merge_layers(layers, label)
     raise_problems((p for layer in layers for p in layer.problems), origins)
-    settings, problems = validate_settings(merged)
+    settings, problems = validate_settings(data)
     if settings is not None:
         problems = check_settings(settings)
     raise_problems(problems, origins)
     assert settings is not None
-    values = {".".join(path): value for layer in layers for path, value in _leaves(layer.data, ())}
-    return settings, values
+    return settings, origins
 
 
 def _leaves(data: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[tuple[Any, Any]]:

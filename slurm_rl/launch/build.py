@@ -21,15 +21,13 @@ from slurm_rl.config.derive import (
     stage_slurm,
     stage_time_s,
 )
+from slurm_rl.config.schema import Chain as ChainSettings
 from slurm_rl.config.schema import Settings
 from slurm_rl.launch.duty import Timing
 from slurm_rl.launch.stage_settings import parse_settings
 from slurm_rl.storage.control import read_control
 from slurm_rl.storage.owner import current_user, owner_of
 from slurm_rl.storage.rundir import RunDir, RunIdentity, filesystem_now, read_identity
-
-#: The default of `chain.retry_delay_s`.
-_USUAL_RETRY_DELAY_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -150,7 +148,7 @@ def make_scheduler(settings: Settings, run: RunDir) -> Scheduler:
 def make_timing(settings: Settings) -> Timing:
     """How long a supervisor waits for what; the shorter retries are, the shorter these."""
     chain = settings.chain
-    haste = min(1.0, chain.retry_delay_s / _USUAL_RETRY_DELAY_S)
+    haste = min(1.0, chain.retry_delay_s / ChainSettings().retry_delay_s)
     return Timing(
         lease_s=chain.lease_s,
         heartbeat_s=chain.heartbeat_s,

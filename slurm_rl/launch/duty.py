@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from slurm_rl.chain.graph import Link
 from slurm_rl.chain.scheduler import make_claim_token, token_of
+from slurm_rl.storage.claims import node_name
 from slurm_rl.storage.durable import VISIBLE_S
 
 
@@ -29,11 +28,6 @@ class Runner(Protocol):
     """Starts stage programs."""
 
     def start(self, order_path: Path, *, kind: str) -> Payload: ...
-
-
-def node_name() -> str:
-    """This node as Slurm calls it, which need not be its hostname."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 @dataclass

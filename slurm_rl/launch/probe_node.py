@@ -23,6 +23,7 @@ from slurm_rl.config.schema import Settings
 from slurm_rl.errors import SchedulerError, SlurmRlError
 from slurm_rl.launch.ping import echo, throw_rounds
 from slurm_rl.launch.slurm import SlurmScheduler
+from slurm_rl.storage.claims import node_name
 from slurm_rl.storage.durable import write_hint
 from slurm_rl.storage.probe import find_mount
 
@@ -68,7 +69,7 @@ def look_at_node(folder: Path) -> dict[str, Any]:
     clock.unlink()
     return {
         "host": socket.gethostname(),
-        "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        "node": node_name(),
         "job_id": os.environ.get("SLURM_JOB_ID", ""),
         "mount": None if mount is None else mount.kind,
         "clock_off_s": off_s,

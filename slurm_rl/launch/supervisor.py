@@ -191,10 +191,12 @@ class Supervisor:
         found = []
         refs = [ref for link in self._window(control) for ref in link.stages]
         for ref in dict.fromkeys([*self.job.link.stages, *refs]):
-            if not self._has_room_for(ref) or read_current(run, graph, control, ref) is not None:
+            if not self.fits(ref.kind) or read_current(run, graph, control, ref) is not None:
                 continue
             parents = graph.parents(ref).values()
             if any(read_current(run, graph, control, parent) is None for parent in parents):
+                continue
+            if not self._has_time_for(ref, control):
                 continue
             found += [s for s in slots_of(graph, control, ref) if read_commit(run, s) is None]
         return sorted(found, key=lambda slot: slot not in own)
@@ -256,19 +258,15 @@ class Supervisor:
         waits = not self.chain.spec.submits
         return waits and self._delay_s(slot, control) <= self.timing.wait_s
 
-    def _has_room_for(self, ref: StageRef) -> bool:
-        """Whether the job's shape fits the stage, and so does what is left of its time: its
-        own first stage always does, another one if half of those before it were done in as much."""
-        if not self.fits(ref.kind):
-            return False
+    def _has_time_for(self, ref: StageRef, control: Control) -> bool:
+        """Whether what is left of the job's time will do: for its own first stage always, for
+        another one if half of those before it were done in as much."""
         left_s = self.left_s()
         is_own = ref in self.job.link.stages and not self._num_attempts
         if is_own or left_s == math.inf:
             return True
         run, graph = self.chain.run, self.chain.graph
-        past = read_durations(
-            run, graph, read_control(run), ref.kind, before=ref.iteration
-        ) or read_durations(run, graph, read_control(run), ref.kind, before=ref.iteration + 1)
+        past = read_durations(run, graph, control, ref.kind, before=ref.iteration)
         return not past or left_s >= percentile([d.work_s for d in past], 0.5)
 
     def _is_silent(self, slot: Slot, claim: Claim) -> bool:
@@ -282,8 +280,9 @@ class Supervisor:
             return False
         self._seen[slot, claim.epoch] = (counter, now)  # the next question is a lease away
         queue = read_queue(self.chain.scheduler, self.chain.spec.short_id)
-        at_work = (JobState.RUNNING, JobState.UNKNOWN)
-        return claim.job_token not in {j.claim_token for j in queue or () if j.state in at_work}
+        return claim.job_token not in {
+            job.claim_token for job in queue or () if job.state.may_be_at_work
+        }
 
     # -- working ------------------------------------------------------------------------------
 
@@ -360,8 +359,7 @@ class Supervisor:
             if any(j.raw == "COMPLETING" for j in own):
                 return  # somebody is ending it already: a requeue brings it back by itself
             # By name: an id may be somebody else's by now.
-            at_work = (JobState.RUNNING, JobState.UNKNOWN)
-            mine = any(j.job_id == self.job.job_id and j.state in at_work for j in own)
+            mine = any(j.job_id == self.job.job_id and j.state.may_be_at_work for j in own)
             if mine and self.chain.scheduler.requeue(self.job.job_id):
                 logger.info("requeued; waiting for the scheduler to end this job")
                 waited = 0.0

@@ -17,7 +17,6 @@ import importlib
 import logging
 import os
 import signal
-import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -30,6 +29,7 @@ from pydantic import ValidationError
 
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import ConfigError, SlurmRlError, SpaceError
+from slurm_rl.storage.claims import node_name
 from slurm_rl.storage.durable import publish, read_patiently, write_file
 from slurm_rl.types import Order, Result, canonical_json, dump_record, parse_order
 
@@ -151,7 +151,7 @@ def _leave_failure(order: Order, error: BaseException, *, code: int) -> int:
     failure = {"blame": "system", "error": type(error).__name__, "hint": ""}
     failure |= {
         "place": find_place(error),
-        "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        "node": node_name(),
     }
     if isinstance(error, SlurmRlError):
         failure |= {"blame": error.blame, "message": error.message, "hint": error.hint}

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import secrets
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +64,11 @@ def is_superseded(run: RunDir, slot: Slot, claim: Claim) -> bool:
 def attempt_dir(run: RunDir, slot: Slot, claim: Claim) -> Path:
     """The only directory in which the attempt writes."""
     return run.slot_dir(slot) / claim.attempt_name
+
+
+def node_name() -> str:
+    """This node as Slurm calls it, which need not be its hostname."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def new_token() -> str:

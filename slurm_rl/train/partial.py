@@ -23,13 +23,12 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from slurm_rl.storage.digest import digest_file
-from slurm_rl.storage.durable import list_files, seal_files, write_file
+from slurm_rl.storage.durable import list_files, write_file
+from slurm_rl.train.sealing import seal_shares
 from slurm_rl.types import FileEntry, canonical_json
 
 log = logging.getLogger(__name__)
@@ -95,11 +94,8 @@ def save_state(
     tensors = {"proximal": state.proximal, "references": state.references}
     plain = {name: [t.cpu() for t in values] for name, values in tensors.items()}
     torch.save(plain, folder / f"rank-{rank}.pt")
-    names = [name for name in list_files(folder) if _writer_of(name) == rank]
-    gathered: list[Any] = [None] * num_ranks
-    dist.gather_object(seal_files(folder, names), gathered if rank == 0 else None, dst=0)
+    entries = seal_shares(folder, list_files(folder), rank=rank, num_ranks=num_ranks)
     if rank == 0:
-        entries = sorted((entry for part in gathered for entry in part), key=lambda e: e.path)
         partial = Partial(str(folder), made_from, num_ranks, state.reports, entries)
         data = canonical_json(dataclasses.asdict(partial))
         write_file(folder.with_suffix(".json"), data)
@@ -141,9 +137,3 @@ def _read(path: Path) -> Partial | None:
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return partial if sizes == [entry.size_bytes for entry in partial.files] else None
-
-
-def _writer_of(name: str) -> int:
-    """The rank that wrote a file: `checkpoint/__3_0.distcp` and `rank-3.pt` are rank 3's."""
-    match = re.fullmatch(r"checkpoint/__(\d+)_\d+\.distcp|rank-(\d+)\.pt", name)
-    return int(match[1] or match[2]) if match else 0

@@ -31,7 +31,7 @@ from slurm_rl.config.derive import num_ranks
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import CorruptError, ModelError, SpaceError
 from slurm_rl.seeds import derive_seed
-from slurm_rl.storage.durable import list_files, seal_files
+from slurm_rl.storage.durable import list_files
 from slurm_rl.train import checkpoint, cpu, distributed, rng
 from slurm_rl.train.batch import MicroBatch, Samples, check_samples
 from slurm_rl.train.distributed import World
@@ -41,6 +41,7 @@ from slurm_rl.train.model import build_model, load_weights, model_config, wrap_m
 from slurm_rl.train.optimizer import build_optimizer, build_scheduler, current_lr
 from slurm_rl.train.options import MegatronOptions, split_megatron
 from slurm_rl.train.partial import Partial, StepState, delete_partials, read_state, save_state
+from slurm_rl.train.sealing import seal_shares
 from slurm_rl.train.step import Engine, policy_logprobs, train_rollout
 from slurm_rl.train.weights import WeightsLayout, read_layout
 from slurm_rl.types import FileEntry
@@ -302,17 +303,15 @@ class Trainer:
 
     def _seal(self, attempt_dir: Path) -> list[FileEntry]:
         """Fsync and digest: each rank its own tensor files, rank 0 the rest."""
-        mine = []
-        for folder in (CHECKPOINT_DIR, WEIGHTS_DIR) if self.world.rank == 0 else (CHECKPOINT_DIR,):
-            names = [f"{folder}/{name}" for name in list_files(attempt_dir / folder)]
-            mine += [name for name in names if _writer_of(name) == self.world.rank]
-        gathered: list[Any] = [None] * self.world.size
-        entries = seal_files(attempt_dir, mine)
+        names = [
+            f"{folder}/{name}"
+            for folder in (
+                (CHECKPOINT_DIR, WEIGHTS_DIR) if self.world.rank == 0 else (CHECKPOINT_DIR,)
+            )
+            for name in list_files(attempt_dir / folder)
+        ]
         with _megatron():
-            dist.gather_object(entries, gathered if self.world.rank == 0 else None, dst=0)
-        if self.world.rank != 0:
-            return []
-        return sorted((entry for part in gathered for entry in part), key=lambda e: e.path)
+            return seal_shares(attempt_dir, names, rank=self.world.rank, num_ranks=self.world.size)
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -369,9 +368,3 @@ def _megatron() -> Iterator[None]:
         for package in ("torch", "megatron"):
             warnings.filterwarnings("ignore", module=rf"{package}(\.|$)")
         yield
-
-
-def _writer_of(name: str) -> int:
-    """The rank that wrote a committed file: `__3_0.distcp` is rank 3's."""
-    base = name.rsplit("/", 1)[-1]
-    return int(base[2:].split("_")[0]) if base.endswith(".distcp") else 0
