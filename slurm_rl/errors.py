@@ -18,6 +18,7 @@
     │   ├── SubmitRefused         it said no, and will say no again
     │   └── SubmitDeferred        it said not now (a limit): ask again later
     ├── EngineError               the inference engine failed
+    ├── ServiceDown               a service that rewards ask is down: no failure, to be tried later
     ├── NumericsError             a loss or gradient is not finite, or a guard was breached
     ├── NothingDone          3    nothing could be done, and the run is not complete
     └── Halted               4    the run is halted: it says why and what to type
@@ -32,7 +33,7 @@ class SlurmRlError(Exception):
     """Base of the tree. `hint` is what the person should do, in one clause."""
 
     exit_code = 1
-    #: 'user': retrying cannot help. 'system': a retry may.
+    #: 'user': retrying cannot help. 'system': a retry may. 'outage': later, and it counts as none.
     blame = "system"
 
     def __init__(self, message: str, *, hint: str = "") -> None:
@@ -103,6 +104,15 @@ class SubmitDeferred(SchedulerError): ...
 
 
 class EngineError(SlurmRlError): ...
+
+
+class ServiceDown(SlurmRlError):
+    """`service` (its name in `services`) is down. With `on_down: halt` it is the user's to mend."""
+
+    def __init__(self, message: str, *, service: str, defers: bool = True, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.service = service
+        self.blame = "outage" if defers else "user"
 
 
 class NumericsError(SlurmRlError):

@@ -5,9 +5,14 @@ Nothing here keeps state, so that a stage that starts again draws what it drew b
 
 from __future__ import annotations
 
-import random
+import math
+from collections.abc import Iterator
 
 import xxhash
+
+#: Rounds of a permutation. Small sets need many: with 6, the 24 orders of four items are not yet
+#: equally likely.
+_NUM_ROUNDS = 8
 
 
 def derive_seed(seed: int, *path: int | str) -> int:
@@ -19,8 +24,48 @@ def derive_seed(seed: int, *path: int | str) -> int:
     return xxhash.xxh3_64_intdigest(text.encode()) & 0x7FFFFFFF
 
 
-def permutation(num_items: int, *, seed: int, epoch: int) -> list[int]:
+class Permutation:
+    """An order of `num_items` numbers that holds no table: `order[position]` is computed.
+
+    A Feistel network over pairs (left, right) of a grid side × side that holds the items: each
+    round adds a keyed digest of one half to the other, modulo `side`, which can be undone, so
+    that no two positions meet. A number outside the items goes through again until it is one
+    (cycle walking); the grid is hardly larger than the set, so this is rare.
+    """
+
+    __slots__ = ("_keys", "_num_items", "_side")
+
+    def __init__(self, num_items: int, *, key: bytes) -> None:
+        self._num_items = num_items
+        # Even: on an odd side every round is an even permutation, and half of all orders of a
+        # small set would never come up.
+        side = math.isqrt(max(num_items - 1, 0)) + 1
+        self._side = side + side % 2
+        self._keys = tuple(
+            xxhash.xxh3_64_intdigest(key + bytes([round_])) for round_ in range(_NUM_ROUNDS)
+        )
+
+    def __len__(self) -> int:
+        return self._num_items
+
+    def __getitem__(self, position: int) -> int:
+        if not 0 <= position < self._num_items:
+            raise IndexError(position)
+        side, digest = self._side, xxhash.xxh3_64_intdigest
+        item = position
+        while True:
+            left, right = divmod(item, side)
+            for key in self._keys:
+                mixed = digest(right.to_bytes(8, "little"), key)
+                left, right = right, (left + mixed) % side
+            item = left * side + right
+            if item < self._num_items:
+                return item
+
+    def __iter__(self) -> Iterator[int]:
+        return (self[position] for position in range(self._num_items))
+
+
+def permutation(num_items: int, *, seed: int, epoch: int) -> Permutation:
     """The order in which an epoch visits `num_items` prompts: a function of (seed, epoch)."""
-    order = list(range(num_items))
-    random.Random(derive_seed(seed, "epoch", epoch)).shuffle(order)
-    return order
+    return Permutation(num_items, key=f"{seed}/epoch/{epoch}/".encode())

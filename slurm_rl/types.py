@@ -11,8 +11,10 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Order of the stages inside an iteration; timelines begin at a point of this order.
+#: Order of the stages inside an iteration; timelines begin at a point of this order. Kinds with a
+#: name behind, as `eval-aime`, stand where the kind without it does.
 STAGE_ORDER = ("init", "rollout", "score", "reference", "teacher", "critic", "train", "eval")
+_ORDER = {kind: number for number, kind in enumerate(STAGE_ORDER)}
 #: A rollout's finished groups; in the attempt directory.
 JOURNAL_NAME = "journal.jsonl"
 #: Patterns of what a stage keeps of work that a kill must not cost; in the attempt directory.
@@ -23,10 +25,25 @@ RUN_FORMAT = 1
 
 @dataclass(frozen=True, slots=True, order=True)
 class StageRef:
-    """One stage of one iteration, whatever its timeline: `StageRef(12, "rollout")`."""
+    """One stage of one iteration, whatever its timeline: `StageRef(12, "rollout")`.
+
+    Of an evaluation, `iteration` is the version of the weights that are evaluated:
+    `StageRef(12, "eval-aime")` is about what the train stage of iteration 11 made.
+    """
 
     iteration: int
     kind: str
+
+    @property
+    def is_eval(self) -> bool:
+        return _base_of(self.kind) == "eval"
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Where it stands in the history: an evaluation right behind what made its weights."""
+        if self.is_eval:
+            return (self.iteration - 1, _ORDER["eval"]) if self.iteration else (0, _ORDER["init"])
+        return self.iteration, _ORDER.get(_base_of(self.kind), len(STAGE_ORDER))
 
     def __str__(self) -> str:
         return f"i{self.iteration:04d}.{self.kind}"
@@ -113,8 +130,9 @@ class Input:
     """One committed input of a stage, as handed to its program.
 
     role:    `weights` (what to serve), `previous` (the rollout before: its data cursor),
-             `rollout` (the samples to train on), `checkpoint` (what to continue from),
-             `reference` (the policy that KL is measured against).
+             `rollout` (the samples to train on), `score` (their rewards, where a stage of its own
+             gives them), `checkpoint` (what to continue from), `reference` (the policy that KL is
+             measured against).
     path:    absolute: the committed attempt directory; for an assembled commit the stage
              directory, whose files are to be found through `files` alone.
     files:   logical path (as in `content["files"]`) -> absolute path.
@@ -176,6 +194,11 @@ class Result:
     content: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
+
+
+def _base_of(kind: str) -> str:
+    """`eval` of `eval-aime`; any other kind as it is."""
+    return kind.partition("-")[0]
 
 
 def dump_record(record: Any) -> bytes:

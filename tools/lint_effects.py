@@ -3,7 +3,8 @@
     python tools/lint_effects.py [folder ...]      default: slurm_rl; exit code 1 on findings
 
 - Names that must survive a crash are made in `storage/fs.py` alone.
-- Processes are started in `launch/` and `rollout/server_process.py` alone.
+- Processes are started in `launch/`, `rollout/sandbox/`, `rollout/server_process.py` and
+  `rollout/rewards/workers.py` alone.
 - Files end at 400 lines, functions at 40. A longer function says why, on the line above its
   `def` or first decorator: `# long: <reason>`; at 100 no reason helps.
 """
@@ -42,7 +43,12 @@ PROCESS_MODULES = {"subprocess", "multiprocessing", "pty"}
 PATH_METHODS = {"rename", "replace", "hardlink_to"}
 
 RENAME_HOMES = ("slurm_rl/storage/fs.py",)
-PROCESS_HOMES = ("slurm_rl/launch/", "slurm_rl/rollout/server_process.py")
+PROCESS_HOMES = (
+    "slurm_rl/launch/",
+    "slurm_rl/rollout/server_process.py",
+    "slurm_rl/rollout/sandbox/",
+    "slurm_rl/rollout/rewards/workers.py",
+)
 
 
 def check_source(text: str, *, path: str) -> Iterator[tuple[int, str]]:

@@ -25,6 +25,7 @@ from slurm_rl.chain.scheduler import LinkRequest, Scheduler, WallTime
 from slurm_rl.chain.view import (
     Action,
     Cancel,
+    GiveUp,
     HaltRun,
     Plan,
     Repoint,
@@ -41,6 +42,7 @@ from slurm_rl.errors import (
     SubmitRefused,
 )
 from slurm_rl.storage.control import Control, Halt, read_control, write_halt
+from slurm_rl.storage.evals import publish_given_up
 from slurm_rl.storage.intents import (
     Intent,
     intent_path,
@@ -49,6 +51,7 @@ from slurm_rl.storage.intents import (
     write_job_id,
 )
 from slurm_rl.storage.rundir import RunDir
+from slurm_rl.types import Slot
 
 logger = logging.getLogger(__name__)
 
@@ -206,32 +209,43 @@ def _observe(chain: Chain, own: tuple[str, int | None] | None, *, now: float) ->
 
 def _carry_out(chain: Chain, control: Control, action: Action, job_ids: dict[Link, str]) -> None:
     """One action. A link whose parent could not be submitted is left out: it would wake at once."""
-    if isinstance(action, Submit):
-        if all(at in job_ids for at in action.after if isinstance(at, Link)):
+    if isinstance(action, Submit | SubmitTick | GiveUp) and read_control(chain.run) != control:
+        raise _ControlChangedError
+    match action:
+        case Submit() if _has_all(action.after, job_ids):
             _submit_link(chain, control, action, job_ids)
-    elif isinstance(action, SubmitTick):
-        if read_control(chain.run) != control:
-            raise _ControlChangedError
-        _submit_tick(chain, action)
-    elif isinstance(action, Cancel) and action.replaced not in (None, *job_ids):
-        logger.info("%s stays: nothing takes its place", ", ".join(action.job_ids))
-    elif isinstance(action, Cancel):
-        logger.info("cancel %s: %s", ", ".join(action.job_ids), action.why)
-        chain.scheduler.cancel(list(action.job_ids), only_pending=True)
-    elif isinstance(action, Repoint):
-        if all(at in job_ids for at in action.after if isinstance(at, Link)):
+        case SubmitTick():
+            _submit_tick(chain, action)
+        case Cancel() if action.replaced not in (None, *job_ids):
+            logger.info("%s stays: nothing takes its place", ", ".join(action.job_ids))
+        case Cancel():
+            logger.info("cancel %s: %s", ", ".join(action.job_ids), action.why)
+            chain.scheduler.cancel(list(action.job_ids), only_pending=True)
+        case Repoint() if _has_all(action.after, job_ids):
             after = tuple(job_ids[at] if isinstance(at, Link) else at for at in action.after)
             logger.info("job %s now waits for %s", action.job_id, ", ".join(after) or "nothing")
             chain.scheduler.repoint(action.job_id, after)
-    elif isinstance(action, HaltRun):
-        logger.error("halt: %s", action.halt.reason)
-        write_halt(chain.run, dataclasses.replace(action.halt, since=chain.clock()))
+        case HaltRun():
+            logger.error("halt: %s", action.halt.reason)
+            write_halt(chain.run, dataclasses.replace(action.halt, since=chain.clock()))
+        case GiveUp():
+            _give_up(chain.run, control, action)
+
+
+def _has_all(after: tuple[str | Link, ...], job_ids: dict[Link, str]) -> bool:
+    """Whether all the jobs that are waited for are there."""
+    return all(at in job_ids for at in after if isinstance(at, Link))
+
+
+def _give_up(run: RunDir, control: Control, action: GiveUp) -> None:
+    ref = action.ref
+    slot = Slot(ref.iteration, ref.kind, control.timeline_of(ref))
+    logger.error("%s is given up: %s", slot, action.given_up.reason)
+    publish_given_up(run, slot, action.given_up)
 
 
 def _submit_link(chain: Chain, control: Control, action: Submit, job_ids: dict[Link, str]) -> None:
     """Write the intent, submit, note the id. Only the creator of the intent submits."""
-    if read_control(chain.run) != control:
-        raise _ControlChangedError
     run, link = chain.run, action.link
     folder = link_folder(run, control, link)
     intent = Intent(

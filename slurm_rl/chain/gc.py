@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slurm_rl.chain.evals import read_evals
 from slurm_rl.chain.graph import Graph
-from slurm_rl.chain.needs import find_needed, find_open
+from slurm_rl.chain.needs import find_needed, find_open, find_open_evals
 from slurm_rl.chain.observe import find_head, read_current
 from slurm_rl.config.schema import Retention
 from slurm_rl.errors import CorruptError, SlurmRlError, StorageError
@@ -118,6 +119,7 @@ def collect(
     leases = read_leases(run)
     first = _read_settled(keeper, control, head)
     open_refs = find_open(run, keeper.graph, control, first=first, head=head)
+    open_refs |= find_open_evals(read_evals(run, keeper.graph, control, head=head))
     scene = Scene(
         head,
         find_needed(keeper.graph, open_refs),
@@ -125,7 +127,9 @@ def collect(
         _find_damage(keeper, control, head),
     )
     settled = first
-    last = min(head + keeper.window + 1, keeper.graph.num_iterations)
+    # Evaluations of the last version lie behind the last iteration.
+    end = keeper.graph.num_iterations + bool(keeper.graph.evals)
+    last = min(head + keeper.window + 1, end)
     try:
         for iteration in range(first, last):
             if is_late():
@@ -204,10 +208,18 @@ def _collect_iteration(
         rules, behind = keeper.rules, max(keeper.window, keeper.fold_behind)
         if not may_fold(iteration, verdicts=verdicts, head=scene.head, rules=rules, behind=behind):
             return False
+        if _has_open_eval(keeper, iteration, scene.head):
+            return False  # its claims and intents are no records yet
         return _fold(keeper, iteration, report, dry_run=dry_run)
     except (SlurmRlError, OSError) as error:
         report.problems.append(str(error))
         return False
+
+
+def _has_open_eval(keeper: Keeper, version: int, head: int) -> bool:
+    """Whether an evaluation of a version may still be done; perhaps it is wanted since just now."""
+    evals = read_evals(keeper.run, keeper.graph, read_control(keeper.run), head=head)
+    return any(not evals.is_settled(ref) for ref in evals.wanted(version, version))
 
 
 def _treat(keeper: Keeper, control: Control, scene: Scene, item: Item, verdict: Verdict) -> Verdict:

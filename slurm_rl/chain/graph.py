@@ -1,7 +1,8 @@
 """The graph of an iteration as data: a pure function from settings to stages and links.
 
 A *stage* is a node of the graph. A *link* is what one Slurm job is submitted for: one stage under
-`pack: stage`, all stages of an iteration under `pack: iteration`.
+`pack: stage`, all stages of an iteration under `pack: iteration`. Evaluations hang off versions of
+the weights: they are stages with a job of their own, and no stage of the chain needs them.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slurm_rl.config.schema import Settings
-from slurm_rl.types import STAGE_ORDER, StageRef
+from slurm_rl.config.derive import needs_score
+from slurm_rl.config.schema import EVAL_PREFIX, Settings
+from slurm_rl.types import StageRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,23 @@ class StageNode:
     kind: str
     needs: tuple[Need, ...] = ()
     num_shards: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRule:
+    """Which versions of the weights an evaluation is due for; the last one always is.
+
+    interval: every so manieth version (0: none but the last). before: version 0 too.
+    """
+
+    kind: str
+    interval: int = 0
+    before: bool = True
+
+    def is_due(self, version: int, *, last: int) -> bool:
+        if version == 0:
+            return self.before
+        return version == last or (self.interval > 0 and version % self.interval == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +87,15 @@ class Graph:
     setup: tuple[StageNode, ...]
     nodes: tuple[StageNode, ...]
     pack: str = "stage"
+    evals: tuple[EvalRule, ...] = ()
 
     def stages(self, iteration: int) -> tuple[StageNode, ...]:
         return (*self.setup, *self.nodes) if iteration == 0 else self.nodes
 
     def node(self, kind: str) -> StageNode:
-        return next(node for node in (*self.setup, *self.nodes) if node.kind == kind)
+        """A stage kind; an evaluation is a kind without needs that its iteration would tell."""
+        nodes = (*self.setup, *self.nodes, *(StageNode(rule.kind) for rule in self.evals))
+        return next(node for node in nodes if node.kind == kind)
 
     def last_stage(self, iteration: int) -> StageRef:
         """Its commit means that the iteration is complete."""
@@ -81,6 +103,8 @@ class Graph:
 
     def parents(self, ref: StageRef) -> dict[str, StageRef]:
         """Role -> stage, for every parent that `ref` has."""
+        if ref.is_eval:
+            return {"weights": self.weights(ref.iteration)}
         parents = {}
         for need in self.node(ref.kind).needs:
             if need.back <= ref.iteration:
@@ -88,6 +112,36 @@ class Graph:
             elif need.first is not None:
                 parents[need.role] = StageRef(0, need.first)
         return parents
+
+    @staticmethod
+    def weights(version: int) -> StageRef:
+        """The stage that makes a version of the weights."""
+        return StageRef(version - 1, "train") if version else StageRef(0, "init")
+
+    def due_evals(self, version: int) -> tuple[StageRef, ...]:
+        """Evaluations that the rules ask for of one version."""
+        due = [rule for rule in self.evals if rule.is_due(version, last=self.num_iterations)]
+        return tuple(StageRef(version, rule.kind) for rule in due)
+
+    def earlier(self, kind: str, *, before: int, most: int) -> list[StageRef]:
+        """Stages of a kind in iterations below `before` (of an evaluation: due ones), newest first;
+        at most so many, or those of so many iterations."""
+        rule = next((rule for rule in self.evals if rule.kind == kind), None)
+        if rule is not None:
+            step = rule.interval or self.num_iterations
+            due = range((before - 1) // step * step, 0, -step)[:most]
+            zero = [0] if rule.before and before > 0 and len(due) < most else []
+            return [StageRef(version, kind) for version in (*due, *zero)]
+        return [
+            StageRef(i, kind)
+            for i in range(before - 1, max(-1, before - 1 - most), -1)
+            if any(node.kind == kind for node in self.stages(i))
+        ]
+
+    def has_eval(self, ref: StageRef) -> bool:
+        """Whether there can be such an evaluation, due or not."""
+        is_known = any(rule.kind == ref.kind for rule in self.evals)
+        return is_known and 0 <= ref.iteration <= self.num_iterations
 
     def links(self, iteration: int) -> tuple[Link, ...]:
         """The jobs of one iteration. Nothing but the setup packs alone: it has its own shape."""
@@ -98,6 +152,8 @@ class Graph:
 
     def link_of(self, ref: StageRef) -> Link:
         """The link that a stage belongs to."""
+        if ref.is_eval:
+            return Link(ref.iteration, (ref.kind,))
         return next(link for link in self.links(ref.iteration) if ref.kind in link.kinds)
 
     def link_parents(self, link: Link) -> tuple[Link, ...]:
@@ -135,15 +191,16 @@ class Graph:
 
 def _age(link: Link) -> tuple[int, int]:
     """Sorts links by iteration, then by the place of their last stage in it."""
-    return link.iteration, STAGE_ORDER.index(link.kinds[-1])
+    return link.anchor.position
 
 
 def build_graph(settings: Settings) -> Graph:
     """The graph of a run.
 
-    GRPO: rollout → train. With lag 1 a rollout needs the weights before the last, so that it
-    runs beside the train stage that makes the last. With a KL loss the reference's log-probs come
-    from the train job, which is handed the initial weights.
+    GRPO: rollout → train, or rollout → score → train where rewards come from a stage of their own.
+    With lag 1 a rollout needs the weights before the last, so that it runs beside the train stage
+    that makes the last; nor does it wait for the scores of the one before. With a KL loss the
+    reference's log-probs come from the train job, which is handed the initial weights.
     """
     rollout = StageNode(
         "rollout",
@@ -154,12 +211,19 @@ def build_graph(settings: Settings) -> Graph:
         num_shards=settings.rollout.shards,
     )
     needs = [Need("rollout", "rollout"), Need("checkpoint", "train", back=1, first="init")]
+    score = [StageNode("score", (Need("rollout", "rollout"),))] if needs_score(settings) else []
+    if score:
+        needs.insert(1, Need("score", "score"))
     if settings.train.use_kl_loss:
         needs.append(Need("reference", "init", back=settings.num_rollout + 1, first="init"))
     train = StageNode("train", tuple(needs))
     return Graph(
         num_iterations=settings.num_rollout,
         setup=(StageNode("init"),),
-        nodes=(rollout, train),
+        nodes=(rollout, *score, train),
         pack=settings.chain.pack,
+        evals=tuple(
+            EvalRule(f"{EVAL_PREFIX}{name}", rule.interval or 0, rule.before_training)
+            for name, rule in settings.eval.items()
+        ),
     )

@@ -20,11 +20,11 @@ def find_halt(spec: Spec, view: View) -> Halt | None:
     if view.conflict:
         hint = "see `slurm-rl verify RUN`; `slurm-rl rewind RUN --to I` makes it again from there"
         return Halt(view.conflict, hint)
-    if not view.links:
+    if view.is_complete:
         return None
     halt = _find_budget_halt(spec, view)
     for link in view.links:
-        halt = halt or _find_link_halt(spec, link)
+        halt = halt or explain_end(spec, link)
     return halt
 
 
@@ -51,14 +51,15 @@ def _find_budget_halt(spec: Spec, view: View) -> Halt | None:
     return None
 
 
-def _find_link_halt(spec: Spec, link: LinkView) -> Halt | None:
+def explain_end(spec: Spec, link: LinkView) -> Halt | None:
+    """Why a link is not to be tried again; None if it is."""
     # A job that dies before it claims leaves no failed attempt; it must not go on for ever.
     if not link.is_done and link.num_lost > LOST_PER_ATTEMPT * spec.max_attempts:
         return Halt(
             f"{link.link.anchor}: {link.num_lost} jobs ended before they could look for work",
             "look at the jobs' own logs (`logs/` of the iteration), then `slurm-rl resume RUN`",
         )
-    used_up = (s for s in link.slots if not s.committed and is_used_up(spec, s))
+    used_up = (slot for slot in link.open_slots if is_used_up(spec, slot))
     slot = next(used_up, None)
     return None if slot is None else _describe(spec, slot)
 

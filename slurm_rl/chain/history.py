@@ -17,7 +17,7 @@ from slurm_rl.storage.claims import read_claims, read_end
 from slurm_rl.storage.commits import DURATIONS, read_commit
 from slurm_rl.storage.control import Control
 from slurm_rl.storage.rundir import RunDir
-from slurm_rl.types import Slot, StageRef
+from slurm_rl.types import Slot
 
 WINDOW = 20
 #: A learnt time is this much longer than what was measured, and this many seconds.
@@ -46,11 +46,8 @@ def read_durations(
 ) -> list[Duration]:
     """Of the last committed stages of `kind`, those of iterations below `before`, newest first."""
     found = []
-    for iteration in range(before - 1, max(-1, before - 1 - WINDOW), -1):
-        if all(node.kind != kind for node in graph.stages(iteration)):
-            continue
-        ref = StageRef(iteration, kind)
-        commit = read_commit(run, Slot(iteration, kind, control.timeline_of(ref)))
+    for ref in graph.earlier(kind, before=before, most=WINDOW):
+        commit = read_commit(run, Slot(ref.iteration, kind, control.timeline_of(ref)))
         duration = None if commit is None else parse_duration(commit.provenance)
         if duration is not None:
             found.append(duration)

@@ -22,7 +22,7 @@ from slurm_rl.types import Slot, StageRef
 
 #: Last words after which a slot has no commit of that attempt. One that was superseded says nothing
 #: about the attempt that came after it.
-_NO_COMMIT = ("failed", "stopped", "timed_out")
+_NO_COMMIT = ("failed", "stopped", "timed_out", "deferred")
 
 
 def may_show_late(run: RunDir, graph: Graph, control: Control, refs: Sequence[StageRef]) -> bool:

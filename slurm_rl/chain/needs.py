@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from slurm_rl.chain.evals import Evals
 from slurm_rl.chain.graph import Graph
 from slurm_rl.chain.observe import find_head
 from slurm_rl.errors import PrunedError
@@ -33,6 +34,14 @@ def find_open(
     ]
     slots = {ref: Slot(ref.iteration, ref.kind, control.timeline_of(ref)) for ref in refs}
     return frozenset(ref for ref in refs if not has_commit(run, slots[ref]))
+
+
+def find_open_evals(evals: Evals) -> frozenset[StageRef]:
+    """Evaluations that may still be done, of every version that there is: what they evaluate stays.
+
+    The newest versions of all stay anyway.
+    """
+    return frozenset(evals.open_evals())
 
 
 def find_needed(graph: Graph, open_refs: Iterable[StageRef]) -> frozenset[StageRef]:

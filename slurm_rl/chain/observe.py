@@ -8,15 +8,19 @@ search for the first incomplete iteration starts at a hint and only walks forwar
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurm_rl.chain.evals import Evals, read_evals
 from slurm_rl.chain.graph import Graph, Link
 from slurm_rl.chain.scheduler import JobState, QueuedJob, Scheduler
 from slurm_rl.chain.slots import slots_of, view_slot
 from slurm_rl.chain.usage import read_usage
-from slurm_rl.chain.view import LinkView, SlotView, Spec, View
+from slurm_rl.chain.view import MAX_EVALS, LinkView, SlotView, Spec, View
 from slurm_rl.errors import SchedulerUnavailable, StorageError
 from slurm_rl.storage.commits import has_commit, read_stage_commit
 from slurm_rl.storage.control import Control, read_control
@@ -24,6 +28,8 @@ from slurm_rl.storage.durable import write_hint
 from slurm_rl.storage.intents import Intent, read_intents, read_silent
 from slurm_rl.storage.rundir import RunDir
 from slurm_rl.types import Commit, Slot, StageRef
+
+_EVAL_JOB = re.compile(r".*\.i(\d+)\.(eval-[\w-]+)\.\w+")
 
 
 @dataclass(frozen=True)
@@ -55,26 +61,111 @@ def observe(
 
     num_looks: how often to look again when the whole window was committed meanwhile.
     """
+    for _ in range(num_looks):
+        view = _look(run, graph, spec, scheduler, now, own)
+        if view is not None:
+            return view
+    raise StorageError(f"{run.root}: listings and files disagree about what is committed")
+
+
+def _look(
+    run: RunDir,
+    graph: Graph,
+    spec: Spec,
+    scheduler: Scheduler,
+    now: float,
+    own: tuple[str, int | None] | None,
+) -> View | None:
+    """One look; None if all of the window was committed since it was found: that is not the end."""
     control = read_control(run)
-    window = _read_window(run, graph, control, spec.window)
-    intents = {link: read_intents(run, link_folder(run, control, link)) for link in window}
+    head = find_head(run, graph, control)
+    window = _read_window(run, graph, control, spec.window, head)
+    evals = read_evals(run, graph, control, head=head)
+    wanted, has_more = _read_open_evals(evals, spec, window)
+    intents = {
+        link: read_intents(run, link_folder(run, control, link)) for link in (*window, *wanted)
+    }
     queue = read_queue(scheduler, spec.short_id)
     scene = _Scene(run, graph, spec, control, queue, now)
     pairs = [_view_link(scene, link, intents[link]) for link in window]
     views = [seen for seen, _ in pairs]
-    conflict = next((text for _, text in pairs if text), "")
     if window and all(seen.is_done for seen in views):
-        # All of it was committed since the window was found: that is not the end of the run.
-        if num_looks > 1:
-            looks = num_looks - 1
-            return observe(run, graph, spec, scheduler, now=now, own=own, num_looks=looks)
-        raise StorageError(f"{run.root}: listings and files disagree about what is committed")
-    while views and views[0].is_done:
-        views.pop(0)
-    gpu_s = 0.0
-    if spec.gpu_hours is not None and window:
-        gpu_s = read_usage(run, graph, control, spec, head=window[0].iteration)
-    return View(control, tuple(views), queue, own, conflict, now, gpu_s)
+        return None
+    has_budget = spec.gpu_hours is not None
+    return View(
+        control=control,
+        links=tuple(itertools.dropwhile(lambda seen: seen.is_done, views)),
+        queue=queue,
+        own=own,
+        conflict=next((text for _, text in pairs if text), ""),
+        now=now,
+        gpu_s=read_usage(run, graph, control, spec, head=head) if has_budget else 0.0,
+        evals=tuple(_view_evals(scene, evals, wanted, intents, window)),
+        has_more_evals=has_more,
+    )
+
+
+def _read_open_evals(evals: Evals, spec: Spec, window: list[Link]) -> tuple[list[Link], bool]:
+    """The first evaluations that are to be done, and whether there are more.
+
+    Of weights that are there; where they are submitted ahead, also of those that the window makes.
+    """
+    first_open: StageRef | None = None
+    links: list[Link] = []
+    num_seen = 0
+    for ref in evals.open_evals():
+        first_open = first_open or ref
+        num_seen += 1
+        if len(links) == MAX_EVALS:
+            break
+        if evals.can_begin(ref):
+            links.append(evals.graph.link_of(ref))
+    evals.write_hint(spec, first_open)
+    has_more = num_seen > len(links)
+    if spec.is_ahead and window:
+        links += (
+            evals.graph.link_of(ref)
+            for ref in evals.wanted(evals.newest + 1, window[-1].iteration + 1)
+            if _will_begin(evals, ref, window) and not evals.is_settled(ref)
+        )
+    return links, has_more
+
+
+def _view_evals(
+    scene: _Scene,
+    evals: Evals,
+    wanted: list[Link],
+    intents: dict[Link, list[Intent]],
+    window: list[Link],
+) -> Iterator[LinkView]:
+    """Those of `wanted`, and others that have jobs already; not what was committed meanwhile."""
+    links = dict.fromkeys(wanted)
+    for job in scene.queue or ():
+        match = _EVAL_JOB.fullmatch(job.name)
+        if match is None or job.state is JobState.ENDED:
+            continue
+        link = Link(int(match[1]), (match[2],))
+        if link not in links and _is_open(evals, link.anchor, window):
+            links[link] = None
+    for link in links:
+        known = intents.get(link)
+        if known is None:
+            known = read_intents(scene.run, link_folder(scene.run, scene.control, link))
+        seen, _ = _view_link(scene, link, known)
+        if not seen.is_done:
+            yield seen
+
+
+def _is_open(evals: Evals, ref: StageRef, window: list[Link]) -> bool:
+    if not evals.is_wanted(ref) or evals.is_settled(ref):
+        return False
+    return _will_begin(evals, ref, window) and evals.can_begin(ref)
+
+
+def _will_begin(evals: Evals, ref: StageRef, window: list[Link]) -> bool:
+    """Whether its weights are there, or a link of the window makes them."""
+    weights = evals.graph.weights(ref.iteration)
+    return ref.iteration <= evals.newest or evals.graph.link_of(weights) in window
 
 
 def read_queue(scheduler: Scheduler, short_id: str) -> tuple[QueuedJob, ...] | None:
@@ -138,9 +229,8 @@ def _read_hint(run: RunDir) -> int | None:
         return None  # a hint: any damage to it costs a bisection
 
 
-def _read_window(run: RunDir, graph: Graph, control: Control, size: int) -> list[Link]:
+def _read_window(run: RunDir, graph: Graph, control: Control, size: int, head: int) -> list[Link]:
     """Links from the first incomplete iteration on: those of it, and `size` that are not done."""
-    head = find_head(run, graph, control)
     write_head(run, head)
     links: list[Link] = []
     open_links = 0

@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 
 from slurm_rl.chain.graph import Link
 from slurm_rl.chain.halts import find_halt
+from slurm_rl.chain.outages import deferred_for, describe_outage
+from slurm_rl.chain.plan_evals import links_in_turn, plan_giving_up
 from slurm_rl.chain.scheduler import JobState, QueuedJob
 from slurm_rl.chain.view import (
+    MAX_EVALS,
     Action,
     Cancel,
     HaltRun,
@@ -67,9 +70,10 @@ def plan(spec: Spec, view: View) -> Plan:
         return Plan((HaltRun(halt), *stop), (f"halted: {halt.reason}",))
     if view.control.paused is not None:
         return Plan((), ("paused; continue with `slurm-rl resume`",))
-    if not view.links:
+    if view.is_complete:
         return Plan(_cancel_pending(view, "the run is complete"), ("complete",))
     draft = _Draft(room=_submit_room(spec, view))
+    draft.actions += plan_giving_up(spec, view)
     _plan_window(spec, view, draft)
     _plan_strays(spec, view, draft)
     lacks_tick = spec.ticks and _plan_ticks(spec, view, draft)
@@ -78,12 +82,15 @@ def plan(spec: Spec, view: View) -> Plan:
 
 def _plan_window(spec: Spec, view: View, draft: _Draft) -> None:
     """Keep one live job for each link of the window; each wakes on the end of its parents'."""
-    open_links = {seen.link for seen in view.links if not seen.is_done}
-    for seen in view.links:
-        if seen.is_done:
-            continue
-        parents = [link for link in seen.waits_for if link in open_links]
-        live = [job for job in _jobs_of(seen, view) if job.state.is_live]
+    for seen, parents in links_in_turn(spec, view, most_evals=_most_evals(spec, view)):
+        # A chain that lets evaluations go first does not wait for one that cannot be submitted.
+        parents = [link for link in parents if not link.anchor.is_eval or link in draft.have]
+        draft.waiting += [
+            f"{slot.name} {describe_outage(slot, now=view.now)}"
+            for slot in seen.open_slots
+            if slot.num_deferrals
+        ]
+        live = [job for job in view.jobs_of(seen) if job.state.is_live]
         if live:
             _plan_dependency(view, live, parents, draft)
             draft.have[seen.link] = live[-1].base_id
@@ -97,14 +104,15 @@ def _plan_submission(
     spec: Spec, view: View, seen: LinkView, parents: list[Link], draft: _Draft
 ) -> None:
     """Submit a link that no live job stands for, or say why not yet."""
-    held = [job for job in _jobs_of(seen, view) if job.state is JobState.HELD]
+    held = [job for job in view.jobs_of(seen) if job.state is JobState.HELD]
     if held:
         ids = tuple(sorted(job.job_id for job in held))
         draft.waiting.append(f"{held[0].name} ({ids[0]}) is held: {held[0].reason}")
         draft.actions.append(Cancel(ids, "held; replaced"))
     number, reason = _next_submission(spec, seen, view, bool(held))
     num_tasks = max(1, len(seen.missing_shards))
-    if number and num_tasks > draft.room - (_missing_ticks(spec, view) if parents else 0):
+    must_leave = _missing_ticks(spec, view) if parents or seen.is_eval else 0
+    if number and num_tasks > draft.room - must_leave:
         number, reason = 0, "the submit limit is reached; deferred"
     if number and not all(link in draft.have for link in parents):
         # A link without a live parent would wake at once.
@@ -126,6 +134,9 @@ def _plan_submission(
     )
     draft.room -= num_tasks
     draft.have[seen.link] = seen.link
+    if any(slot.num_deferrals for slot in seen.open_slots):
+        # Those behind it keep their places in the queue: woken, they would hold nodes for nothing.
+        draft.leaving |= {job.base_id for job in view.queue or () if view.is_own(job)}
 
 
 def _next_submission(spec: Spec, seen: LinkView, view: View, replace_held: bool) -> tuple[int, str]:
@@ -145,20 +156,21 @@ def _next_submission(spec: Spec, seen: LinkView, view: View, replace_held: bool)
 
 
 def _retry_delay(spec: Spec, seen: LinkView) -> float | None:
-    """Seconds that the link should still wait after its last failure; it doubles each time."""
+    """Seconds that the link should still wait after its last failure (it doubles each time), or for
+    a service."""
     waits = [
         spec.retry_delay_s * 2 ** (slot.failures - 1) - slot.since_failure_s
-        for slot in seen.slots
-        if slot.failures and not slot.committed
+        for slot in seen.open_slots
+        if slot.failures
     ]
-    longest = max(waits, default=0.0)
+    longest = max([*waits, *(deferred_for(slot, spec) for slot in seen.open_slots)], default=0.0)
     return longest if longest > 0 else None
 
 
 def _find_bad_nodes(seen: LinkView, view: View) -> tuple[str, ...]:
     """Where the link's attempts failed of late, and where its jobs died before they began."""
     tokens = {intent.token for intent, _ in seen.intents}
-    nodes = {node for slot in seen.slots if not slot.committed for node in slot.bad_nodes}
+    nodes = {node for slot in seen.open_slots for node in slot.bad_nodes}
     if seen.num_lost:
         dead = [j for j in view.queue or () if j.token in tokens and j.state is JobState.ENDED]
         nodes |= {job.nodes for job in dead if job.nodes and not view.is_own(job)}
@@ -210,7 +222,8 @@ def _plan_dependency(view: View, live: list[QueuedJob], parents: list[Link], dra
     are_new = any(isinstance(at, Link) for at in ids)
     if are_new and not any(draft.leaving & set(job.after) for job in live):
         return  # its parent is being submitted: a dependency on a dead job wakes it, and it seeks
-    fine = {job.base_id for job in view.queue or () if view.is_own(job)} | set(ids)
+    own = {job.base_id for job in view.queue or () if view.is_own(job)}
+    fine = (own - draft.leaving) | set(ids)
     for base_id, job in {job.base_id: job for job in live}.items():
         if job.state is JobState.PENDING and not fine.issuperset(job.after):
             draft.actions.append(Repoint(base_id, ids))
@@ -223,9 +236,9 @@ def _plan_strays(spec: Spec, view: View, draft: _Draft) -> None:
     """
     if view.queue is None:
         return
-    known = {intent.token for seen in view.links for intent, _ in seen.intents if not seen.is_done}
-    # A link outside the window may still be ahead of it (the window was made smaller).
-    ahead = view.links[-1].link.iteration + 1
+    known = {
+        intent.token for seen in view.all_links if not seen.is_done for intent, _ in seen.intents
+    }
     stray = {
         job.job_id
         for job in view.queue
@@ -233,12 +246,20 @@ def _plan_strays(spec: Spec, view: View, draft: _Draft) -> None:
         and job.age_s >= spec.submit_deadline_s
         and job.token not in known
         and not view.is_own(job)
-        and (iteration := _iteration_in(job.name)) is not None
-        and iteration < ahead
+        and _is_behind(job.name, view)
     }
     already = {i for action in draft.actions if isinstance(action, Cancel) for i in action.job_ids}
     if stray - already:
         draft.actions.append(Cancel(tuple(sorted(stray - already)), "nothing left to do"))
+
+
+def _is_behind(name: str, view: View) -> bool:
+    """Whether the view would show the link that a job's name tells, if it were open. One outside
+    the window may still be ahead of it (the window was made smaller)."""
+    iteration = _iteration_in(name)
+    if iteration is None or not view.links or name.split(".")[-2].startswith("eval-"):
+        return iteration is not None
+    return iteration <= view.links[-1].link.iteration
 
 
 def _plan_ticks(spec: Spec, view: View, draft: _Draft) -> bool:
@@ -270,18 +291,24 @@ def _missing_ticks(spec: Spec, view: View) -> int:
     return max(0, TICKS_WANTED - pending)
 
 
+def _most_evals(spec: Spec, view: View) -> int:
+    """How many evaluations may have jobs at once; those that are submitted ahead run one after the
+    other. Where places are few they leave the chain enough to have one link running and the next
+    one pending."""
+    most = len(view.evals) if spec.is_ahead else MAX_EVALS
+    if spec.max_submit_jobs is None:
+        return most
+    tasks = max((len(seen.slots) for seen in view.links), default=0)
+    ticks = TICKS_WANTED if spec.ticks else 0
+    return max(0, min(most, spec.max_submit_jobs - ticks - 2 * tasks))
+
+
 def _submit_room(spec: Spec, view: View) -> int:
     """How many more tasks may be submitted."""
     if spec.max_submit_jobs is None:
         return 1 << 30
     used = sum(job.state is not JobState.ENDED for job in view.queue or ())
     return spec.max_submit_jobs - used
-
-
-def _jobs_of(seen: LinkView, view: View) -> list[QueuedJob]:
-    """Jobs that stand for a link. The one that looks is not counted: it is about to end."""
-    tokens = {intent.token for intent, _ in seen.intents}
-    return [job for job in view.queue or () if job.token in tokens and not view.is_own(job)]
 
 
 def _cancel_pending(view: View, why: str) -> tuple[Cancel, ...]:

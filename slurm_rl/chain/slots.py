@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from slurm_rl.storage.control import Control
 from slurm_rl.storage.rundir import RunDir
 from slurm_rl.types import Claim, Slot, StageRef
 
-_NO_FAILURES = ("stopped", "superseded", "committed")
+_NO_FAILURES = ("stopped", "superseded", "committed", "deferred")
 _WAITS = (JobState.PENDING, JobState.HELD)
 
 
@@ -58,6 +60,10 @@ class Tried:
         return self.was_requeued if self.end is None else self.end.outcome == "stopped"
 
     @property
+    def was_deferred(self) -> bool:
+        return self.end is not None and self.end.outcome == "deferred"
+
+    @property
     def node(self) -> str:
         return (self.end.node if self.end is not None else "") or self.claim.host
 
@@ -72,9 +78,9 @@ def view_slot(
 ) -> SlotView:
     """A slot of a stage that is not committed as a whole.
 
-    An attempt counts as failed if it ended without a commit, unless it was told to stop or was
-    superseded; one that says it committed is believed (its COMMIT may show late). The last one
-    does not count while its job may be at work.
+    An attempt counts as failed if it ended without a commit, unless it was told to stop, was
+    superseded, or found a service down; one that says it committed is believed (its COMMIT may show
+    late). The last one does not count while its job may be at work.
     """
     name = str(slot)
     if slot.shard is not None and read_commit(run, slot) is not None:
@@ -84,20 +90,46 @@ def view_slot(
     tried = [t for t in all_tried if t.claim.epoch > base]
     failed = [t for t in tried if t.has_failed]
     num_stops = sum(t.was_stopped for t in tried)
-    if not failed:
-        return SlotView(name, slot.shard, num_stops=num_stops)
+    epoch = all_tried[-1].claim.epoch if all_tried else 0
+    view = SlotView(name, slot.shard, num_stops=num_stops, epoch=epoch)
+    view = _add_outage(view, all_tried, now)
+    return _add_failures(view, failed, run, slot, now, spec) if failed else view
+
+
+def _add_failures(
+    view: SlotView, failed: Sequence[Tried], run: RunDir, slot: Slot, now: float, spec: Spec
+) -> SlotView:
     last = failed[-1]
-    return SlotView(
-        name,
-        slot.shard,
+    return dataclasses.replace(
+        view,
         failures=len(failed),
         # Whoever left word of it may have read another clock: never wait longer for that.
         since_failure_s=max(0.0, now - last.died),
         last_error=last.end.message if last.end is not None else "killed without a word",
         log=str(attempt_dir(run, slot, last.claim)),
-        num_stops=num_stops,
         is_repeating=_is_repeating(failed),
         bad_nodes=_find_bad_nodes(failed, now - spec.exclude_s),
+        is_users=last.end is not None and last.end.blame == "user",
+    )
+
+
+def _add_outage(view: SlotView, tried: Sequence[Tried], now: float) -> SlotView:
+    """What the attempts say of a service that is down: those in a row up to the last.
+
+    One that was told to stop, or was taken over, says nothing about it.
+    """
+    telling = [t for t in tried if t.was_deferred or t.has_failed]
+    row = list(itertools.takewhile(lambda t: t.was_deferred, reversed(telling)))
+    if not row or row[0].end is None:
+        return view
+    return dataclasses.replace(
+        view,
+        num_deferrals=len(row),
+        # By whatever clock the words were dated: never wait longer for that.
+        since_deferral_s=max(0.0, now - row[0].died),
+        outage_s=max(0.0, now - row[-1].died),
+        service=row[0].end.service,
+        last_outage=row[0].end.message,
     )
 
 

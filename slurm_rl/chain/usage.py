@@ -1,11 +1,13 @@
 """GPU time that a run has used: every attempt counts, whatever came of it.
 
 The commit of an iteration's last stage carries the sum up to it, so that reading does not grow with
-the run. An attempt that was killed counts up to its last heartbeat.
+the run. An attempt that was killed counts up to its last heartbeat. Evaluations come at any time:
+they are summed up on their own (`chain/evals.py`).
 """
 
 from __future__ import annotations
 
+from slurm_rl.chain.evals import read_evals
 from slurm_rl.chain.graph import Graph
 from slurm_rl.chain.slots import slots_of
 from slurm_rl.chain.view import Spec
@@ -26,7 +28,8 @@ def read_usage(run: RunDir, graph: Graph, control: Control, spec: Spec, *, head:
     set_aside = sum(start.gpu_s for start in control.timelines)
     last = min(head + 2, graph.num_iterations)
     now = sum(read_iteration(run, graph, control, spec, i) for i in range(head, last))
-    return set_aside + read_total(run, graph, control, head - 1) + now
+    evals_s = read_evals(run, graph, control, head=head).read_gpu_s(spec)
+    return set_aside + read_total(run, graph, control, head - 1) + now + evals_s
 
 
 def read_total(run: RunDir, graph: Graph, control: Control, iteration: int) -> float:

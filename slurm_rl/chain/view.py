@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from slurm_rl.chain.graph import Link
 from slurm_rl.chain.scheduler import JobState, QueuedJob
 from slurm_rl.storage.control import Control, Halt
+from slurm_rl.storage.evals import GivenUp
 from slurm_rl.storage.intents import Intent
+from slurm_rl.types import StageRef
+
+#: Evaluations that have jobs at once, of all names together.
+MAX_EVALS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +27,8 @@ class Spec:
     gpus:      (kind, GPUs of its job), for `gpu_hours`.
     until:     seconds since the epoch after which nothing new starts.
     submits:   whether jobs submit jobs; else only people and cron do, from the login node.
+    poll_s:    how soon a service that was down is asked again.
+    serial:    whether one machine does all in turn: the chain then lets evaluations go first.
     """
 
     run_name: str
@@ -41,6 +48,18 @@ class Spec:
     until: float | None = None
     submits: bool = True
     lease_s: float = 60.0
+    poll_s: float = 30.0
+    serial: bool = False
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether evaluations are submitted before their weights are there, to wake behind them:
+        where nobody may be there later who could submit them, or who keeps their turn."""
+        return self.serial or not self.submits
+
+    def num_gpus(self, link: Link) -> int:
+        """GPUs that the job of a link holds."""
+        return dict(self.gpus).get(link.kinds[-1], 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +71,10 @@ class SlotView:
     num_stops:     attempts that were preempted or told to stop, and still count.
     is_repeating:  the last two failed in the same way at the same place.
     bad_nodes:     where attempts failed, not long ago.
+    is_users:      the last one failed by what a person has to mend.
+    epoch:         of the last attempt of all; 0: there was none.
+    num_deferrals: attempts in a row, up to the last, that found `service` down.
+    since_deferral_s, outage_s: seconds since the last and since the first of them ended.
     """
 
     name: str
@@ -64,6 +87,13 @@ class SlotView:
     num_stops: int = 0
     is_repeating: bool = False
     bad_nodes: tuple[str, ...] = ()
+    is_users: bool = False
+    epoch: int = 0
+    num_deferrals: int = 0
+    since_deferral_s: float = 0.0
+    outage_s: float = 0.0
+    service: str = ""
+    last_outage: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +120,22 @@ class LinkView:
     def missing_shards(self) -> tuple[int, ...]:
         return tuple(s.shard for s in self.slots if s.shard is not None and not s.committed)
 
+    @property
+    def is_eval(self) -> bool:
+        return self.link.anchor.is_eval
+
+    @property
+    def open_slots(self) -> tuple[SlotView, ...]:
+        return tuple(slot for slot in self.slots if not slot.committed)
+
 
 @dataclass(frozen=True, slots=True)
 class View:
     """A reading: control, intents, queue, commits, attempts, in that order.
 
-    links: the links of the window, from the first that is not done; empty when the run is complete.
+    links: the links of the window, from the first that is not done; empty when the chain is done.
+    evals: wanted evaluations that are not settled: the first few, and those that have jobs.
+    has_more_evals: whether there are others, so that the run is not over after these.
     queue: None when the scheduler could not be asked.
     own:   (token, array task) of the job that looks and is about to end; it counts for nothing.
     conflict: a commit whose recorded parents are not the current commits, in words.
@@ -110,6 +150,21 @@ class View:
     conflict: str = ""
     now: float = 0.0
     gpu_s: float = 0.0
+    evals: tuple[LinkView, ...] = ()
+    has_more_evals: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.links and not self.evals and not self.has_more_evals
+
+    @property
+    def all_links(self) -> tuple[LinkView, ...]:
+        return (*self.links, *self.evals)
+
+    def jobs_of(self, seen: LinkView) -> list[QueuedJob]:
+        """Jobs that stand for a link. The one that looks is not counted: it is about to end."""
+        tokens = {intent.token for intent, _ in seen.intents}
+        return [job for job in self.queue or () if job.token in tokens and not self.is_own(job)]
 
     def is_own(self, job: QueuedJob) -> bool:
         """Whether it is the job that looks. One that waits is not about to end: it was given up
@@ -166,7 +221,15 @@ class HaltRun:
     halt: Halt
 
 
-Action = Submit | SubmitTick | Cancel | Repoint | HaltRun
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Do not try an evaluation again: it failed for good. The run goes on without it."""
+
+    ref: StageRef
+    given_up: GivenUp
+
+
+Action = Submit | SubmitTick | Cancel | Repoint | HaltRun | GiveUp
 
 
 @dataclass(frozen=True)

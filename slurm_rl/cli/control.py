@@ -29,10 +29,9 @@ def resume_run(path: Path, *, wait: bool) -> None:
     """
     opened = find_own_run(path)
     root = opened.run.root
-    control = read_control(opened.run)
     forgive(opened)
     clear_stops(opened.run)
-    if find_head(opened.run, opened.chain.graph, control) >= opened.chain.graph.num_iterations:
+    if look(opened.chain).is_complete:
         say(f"{root}: complete; nothing to do")
         return
     outcome = advance(opened.chain)

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 from slurm_rl.chain.advance import look
-from slurm_rl.chain.observe import find_head
 from slurm_rl.chain.plan import is_tick, plan
 from slurm_rl.chain.scheduler import JobState, QueuedJob
 from slurm_rl.chain.view import LinkView, View
@@ -25,6 +24,7 @@ _REASONS = (
     ("DependencyNeverSatisfied", "it waits for a job that is over; the next advance frees it"),
     (r"JobHeldUser", "you hold it; `scontrol release {id}` lets it go"),
     (r"JobHeldAdmin|.*held.*", "an administrator or a failed launch holds it; it is replaced"),
+    ("JobArrayTaskLimit", "as many shards as rollout.array_throttle allows are running"),
     (r"QOS.*|Assoc.*|Max.*Per.*", "a limit of your account or quality of service is reached"),
     (r"PartitionTimeLimit", "it asks for more time than its partition gives: it will never start;"
      " `slurm-rl set RUN STAGE.slurm.time=…`, then `scancel {id}`"),
@@ -53,7 +53,7 @@ def explain_run(path: Path) -> None:
 def explain(opened: OpenRun, view: View) -> list[str]:
     """The answer as lines; reads nothing but the head."""
     root, control = opened.run.root, view.control
-    if find_head(opened.run, opened.chain.graph, control) >= opened.chain.graph.num_iterations:
+    if view.is_complete:
         return [f"{root} is complete; there is nothing left to do"]
     if control.halt is not None:
         halt = control.halt
@@ -66,7 +66,7 @@ def explain(opened: OpenRun, view: View) -> list[str]:
     if view.queue is None:
         lines.append("the scheduler does not answer: what is in the queue is not known. Nothing is")
         lines.append("lost: jobs that run go on, and the next advance that gets an answer goes on")
-    for seen in view.links:
+    for seen in view.all_links:
         lines += _explain_link(seen, view)
     planned = plan(opened.chain.spec, view)
     lines += [reason for reason in planned.waiting if "is pending" not in reason]

@@ -47,9 +47,11 @@ def find_logs(opened: OpenRun, iteration: int | None, stage: str | None) -> list
     head = find_head(opened.run, graph, control)
     wanted = [iteration] if iteration is not None else [head, head - 1]
     for i in wanted:
-        if not 0 <= i < graph.num_iterations:
-            continue
-        kinds = [node.kind for node in graph.stages(i) if stage in (None, node.kind)]
+        kinds = []
+        if 0 <= i < graph.num_iterations:
+            kinds = [node.kind for node in graph.stages(i) if stage in (None, node.kind)]
+        if stage is not None and graph.has_eval(StageRef(i, stage)):
+            kinds = [stage]  # of an evaluation, `i` is the version
         for kind in reversed(kinds):
             found: list[Path] = []
             for slot in slots_of(graph, control, StageRef(i, kind)):

@@ -18,6 +18,27 @@ def explain(run: RunArgument) -> None:
     explain_run(run)
 
 
+@app.command("eval")
+def eval_(
+    run: RunArgument,
+    version: Annotated[
+        int | None, typer.Option("--version", help="Of the weights; without it all are listed.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME", help="Only this evaluation.")
+    ] = None,
+    now: Annotated[bool, typer.Option("--now", help="Here, in this process: no job.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="The list, for programs.")] = False,
+) -> None:
+    """What was evaluated, and an evaluation of any version of the weights that is still there.
+
+    Example: slurm-rl eval runs/demo --version 12 --set aime
+    """
+    from slurm_rl.cli.eval import evaluate
+
+    evaluate(run, version=version, names=set_ or [], now=now, as_json=json_)
+
+
 @app.command()
 def retry(
     run: RunArgument,
@@ -128,6 +149,79 @@ def shell(
         time=time,
         scratch_dir=scratch,
     )
+
+
+@app.command()
+def samples(
+    run: RunArgument,
+    iteration: Annotated[
+        int | None,
+        typer.Option("-i", "--iteration", help="Default: newest. Of evaluations: the version."),
+    ] = None,
+    stage: Annotated[str, typer.Option("--stage", help="rollout, or eval-NAME.")] = "rollout",
+    sort: Annotated[str, typer.Option("--sort", help="group, reward or length.")] = "group",
+    reverse: Annotated[bool, typer.Option("--reverse", help="Highest first.")] = False,
+    group: Annotated[int | None, typer.Option("--group", help="Only this group.")] = None,
+    data_set: Annotated[
+        str | None, typer.Option("--data-set", help="Only of this data set.")
+    ] = None,
+    status: Annotated[
+        str | None, typer.Option("--status", help="Only completed, truncated, …")
+    ] = None,
+    limit: Annotated[int, typer.Option(help="Samples to show.", min=1)] = 16,
+    full: Annotated[bool, typer.Option("--full", help="Texts in full.")] = False,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Token ids too.")] = False,
+    export: Annotated[
+        Path | None, typer.Option("--export", help="Write them all to FILE.jsonl or .parquet.")
+    ] = None,
+) -> None:
+    """Show or export what was generated: prompts, responses, rewards, masks, versions.
+
+    Example: slurm-rl samples runs/demo -i 12 --sort reward --limit 5
+    """
+    from slurm_rl.cli.samples import Wanted, show_samples
+
+    show_samples(
+        run,
+        iteration=iteration,
+        stage=stage,
+        wanted=Wanted(sort, reverse, group, data_set, status, limit),
+        is_full=full,
+        with_tokens=tokens,
+        export=export,
+    )
+
+
+@app.command()
+def replay(
+    run: RunArgument,
+    iteration: Annotated[int, typer.Option("-i", "--iteration", help="Of which iteration.")],
+    train_only: Annotated[bool, typer.Option("--train-only", help="Its train stage.")] = False,
+    rollout_only: Annotated[
+        bool, typer.Option("--rollout-only", help="Its rollout stage.")
+    ] = False,
+    samples: Annotated[
+        Path | None,
+        typer.Option(
+            "--samples",
+            help="Train on these: samples.safetensors, an export of `samples`, a slime dump.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Keep what it makes, in this folder.")
+    ] = None,
+) -> None:
+    """Do a committed stage again here, and compare; nothing of it is committed.
+
+    Example: slurm-rl replay runs/demo -i 12 --train-only
+    """
+    from slurm_rl.cli.replay import replay_stage
+    from slurm_rl.errors import ConfigError
+
+    if train_only == rollout_only:
+        raise ConfigError("say which: --train-only or --rollout-only")
+    kind = "train" if train_only else "rollout"
+    replay_stage(run, kind=kind, iteration=iteration, samples=samples, output=output)
 
 
 @app.command()

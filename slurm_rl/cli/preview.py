@@ -43,6 +43,10 @@ def _show_graph(graph: Graph, num_iterations: int) -> None:
             shown = ", ".join(f"{role}: {ref}" for role, ref in parents.items()) or "nothing"
             shards = f" x {node.num_shards} shards" if node.num_shards > 1 else ""
             say(f"  i{iteration:04d}.{node.kind}{shards} <- {shown}")
+    for rule in graph.evals:
+        every = f"version {rule.interval}, {2 * rule.interval}, …, " if rule.interval else ""
+        first = "version 0, " if rule.before else ""
+        say(f"  {rule.kind}: {first}{every}the last version ({graph.num_iterations})")
 
 
 def _show_first_jobs(settings: Settings, graph: Graph) -> None:
@@ -66,6 +70,10 @@ def _show_first_jobs(settings: Settings, graph: Graph) -> None:
             intent = Intent(1, _TOKEN, 0.0, shards=view.missing_shards)
             folder = link_folder(run, Control(), view.link)
             _show_text(settings, render_link(run, spec, view.link, intent, folder))
+        for rule in graph.evals:
+            link, intent = Link(graph.num_iterations, (rule.kind,)), Intent(1, _TOKEN, 0.0)
+            folder = link_folder(run, Control(), link)
+            _show_text(settings, render_link(run, spec, link, intent, folder))
         if spec.ticks:
             _show_text(settings, render_tick(run, spec, _TOKEN, begin_s=spec.tick_s))
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slurm_rl.chain.advance import look
+from slurm_rl.chain.advance import advance, look
+from slurm_rl.chain.evals import read_evals
 from slurm_rl.chain.needs import check_rewindable, inputs_from
 from slurm_rl.chain.observe import find_head, read_current
 from slurm_rl.chain.slots import is_at_work, slots_of
 from slurm_rl.chain.usage import read_total, read_usage
 from slurm_rl.cli.control import count_attempts, count_submissions, stop_jobs
+from slurm_rl.cli.eval import want
 from slurm_rl.cli.runs import find_own_run
+from slurm_rl.cli.submit import report
 from slurm_rl.cli.terminal import say
 from slurm_rl.cli.verify import check_iteration
 from slurm_rl.errors import NoRunError, NothingDone, StorageError
@@ -57,6 +60,9 @@ def retry_stage(path: Path, *, iteration: int, stage: str) -> None:
     all that was made from it. The run is paused then: `resume` goes on."""
     opened = find_own_run(path)
     graph = opened.chain.graph
+    if StageRef(iteration, stage).is_eval:
+        _retry_eval(opened, StageRef(iteration, stage))
+        return
     check_iteration(graph, iteration)
     kinds = [node.kind for node in graph.stages(iteration)]
     if stage not in kinds:
@@ -82,6 +88,26 @@ def retry_stage(path: Path, *, iteration: int, stage: str) -> None:
     say(f"go on with: slurm-rl resume {opened.run.root}")
 
 
+def _retry_eval(opened: OpenRun, ref: StageRef) -> None:
+    """An evaluation that was given up, or waits, is tried again; the run goes on meanwhile."""
+    control = read_control(opened.run)
+    if not opened.chain.graph.has_eval(ref):
+        raise NoRunError(f"{opened.run.root}: there is no evaluation {ref}")
+    if read_current(opened.run, opened.chain.graph, control, ref) is not None:
+        raise NothingDone(
+            f"{opened.run.root}: {ref} is committed; an evaluation is not made twice",
+            hint=f"`slurm-rl eval {opened.run.root} --version {ref.iteration}` shows it",
+        )
+    want(opened, [ref])
+    forgiven = count_attempts(opened, control, ref)
+    forgiven |= count_submissions(opened, control, opened.chain.graph.link_of(ref))
+    if forgiven:
+        write_budget(opened.run, forgiven)
+    say(f"{opened.run.root}: {ref} has all its attempts again")
+    if not control.stopped:
+        report(opened, advance(opened.chain))
+
+
 def _set_aside(opened: OpenRun, ref: StageRef, *, reason: str) -> None:
     """Stop the jobs, then begin a timeline at `ref`. A crash in between leaves a paused run.
 
@@ -103,6 +129,10 @@ def _begin_timeline(opened: OpenRun, ref: StageRef, *, reason: str) -> None:
     used_s = read_usage(run, chain.graph, control, chain.spec, head=head)
     set_aside = sum(start.gpu_s for start in control.timelines)
     kept_s = read_total(run, chain.graph, control, ref.iteration - 1)
+    # Evaluations of the weights that it starts from, and of all before, stay.
+    evals = read_evals(run, chain.graph, control, head=head)
+    last_kept = ref.iteration if ref.kind != "init" else -1
+    kept_s += evals.read_gpu_s(chain.spec, last=last_kept)
     gpu_s = max(0.0, used_s - set_aside - kept_s)
     last = max((start.number for start in control.timelines), default=0)
     if not start_timeline(run, ref, after=last, reason=reason, gpu_s=gpu_s):

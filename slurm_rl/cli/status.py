@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rl.chain.advance import look
+from slurm_rl.chain.evals import read_evals
 from slurm_rl.chain.observe import find_head, read_current
 from slurm_rl.chain.plan import is_tick, plan
 from slurm_rl.chain.scheduler import JobState
 from slurm_rl.chain.view import View
+from slurm_rl.cli.eval import newest_results, read_metrics
 from slurm_rl.cli.runs import find_run
 from slurm_rl.cli.terminal import format_seconds, say
 from slurm_rl.launch.build import OpenRun
@@ -35,6 +37,8 @@ def show_status(path: Path, *, as_json: bool) -> None:
         say(f"next: {facts['stage']}")
     if facts["last_reward"] is not None:
         say(f"last reward {facts['last_reward']:.4g} (iteration {facts['last_reward_iteration']})")
+    for name, (version, numbers) in facts["evals"].items():
+        say(f"last {name}: {numbers} (version {version})")
     if facts["eta_s"] is not None:
         say(f"about {format_seconds(facts['eta_s'])} to go, by the last iterations")
     if view.queue is None:
@@ -67,13 +71,15 @@ def collect_status(opened: OpenRun, view: View) -> dict[str, Any]:
         for job in view.queue or ()
         if job.state is not JobState.ENDED
     ]
-    stage = next((str(link.link.anchor) for link in view.links if not link.is_done), "complete")
+    open_links = [str(link.link.anchor) for link in view.all_links if not link.is_done]
+    stage = next(iter(open_links), "complete")
     return {
         "run": str(opened.run.root),
-        "state": _state(view, head, graph.num_iterations, jobs),
+        "state": _state(view, jobs),
         "stage": stage,
         "done": head,
         "iterations": graph.num_iterations,
+        "evals": newest_results(opened),
         "last_reward": rewards[-1][1] if rewards else None,
         "last_reward_iteration": rewards[-1][0] if rewards else None,
         "eta_s": _estimate_left(opened, view.control, head),
@@ -102,9 +108,13 @@ def show_metrics(path: Path, *, as_jsonl: bool, last: int) -> None:
     head = find_head(opened.run, graph, control)
     first = 0 if as_jsonl else max(0, head - last)
     rows: list[dict[str, Any]] = []
-    for iteration in range(first, min(head + 1, graph.num_iterations)):
+    evals = read_evals(opened.run, graph, control, head=head)
+    # Row N has what was measured of version N, the weights that iteration N starts from.
+    for iteration in range(first, min(head, graph.num_iterations) + 1):
         row: dict[str, Any] = {"iteration": iteration}
-        for node in graph.stages(iteration):
+        for ref in evals.wanted(iteration, min(iteration, evals.newest)):
+            row |= read_metrics(opened, ref)
+        for node in graph.stages(iteration) if iteration < graph.num_iterations else ():
             commit = _read(opened, control, StageRef(iteration, node.kind))
             row |= commit.provenance.get("metrics", {}) if commit else {}
         if len(row) > 1:
@@ -114,6 +124,7 @@ def show_metrics(path: Path, *, as_jsonl: bool, last: int) -> None:
             say(json.dumps(row))
         return
     names = ["rollout/raw_reward", "rollout/response_len", "train/loss", "train/grad_norm"]
+    names += [f"eval/{name}" for name in opened.settings.eval]
     names = [name for name in names if any(name in row for row in rows)]
     say("  ".join(["iteration", *names]))
     for row in rows:
@@ -125,13 +136,13 @@ def _explain(
     view: View, waiting: tuple[str, ...], jobs: list[dict[str, Any]], opened: OpenRun
 ) -> list[str]:
     """Why it is not moving, in words; attempts that failed, with what they said."""
-    if view.control.stopped or not view.links:
+    if view.control.stopped or view.is_complete:
         return []
     failed = [
         f"{slot.name}: {slot.failures} attempt(s) failed; the last said: {slot.last_error}"
-        for link in view.links
-        for slot in link.slots
-        if slot.failures and not slot.committed
+        for link in view.all_links
+        for slot in link.open_slots
+        if slot.failures
     ]
     reasons = [*failed, *waiting]
     if view.queue is not None and not any(not is_tick(job["name"]) for job in jobs):
@@ -139,8 +150,8 @@ def _explain(
     return reasons
 
 
-def _state(view: View, head: int, num_iterations: int, jobs: list[dict[str, Any]]) -> str:
-    if head >= num_iterations:
+def _state(view: View, jobs: list[dict[str, Any]]) -> str:
+    if view.is_complete:
         return "complete"
     if view.control.halt is not None:
         return "halted"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from slurm_rl.chain.evals import read_evals
 from slurm_rl.chain.graph import Graph
 from slurm_rl.chain.observe import find_head, read_current
 from slurm_rl.cli.runs import find_run
@@ -27,15 +28,14 @@ def verify_run(path: Path, *, iteration: int | None) -> None:
     check_iteration(graph, iteration)
     head = find_head(opened.run, graph, control)
     iterations = (
-        [iteration] if iteration is not None else range(min(head + 1, graph.num_iterations))
+        [iteration] if iteration is not None else range(min(head, graph.num_iterations) + 1)
     )
     damage: list[str] = []
     num_commits = size_bytes = num_pruned = 0
     for i in iterations:
-        for node in graph.stages(i):
-            ref = StageRef(i, node.kind)
+        for ref in _stages_of(opened, control, i):
             found, size = _verify_stage(opened, control, ref, damage)
-            slot = Slot(i, node.kind, control.timeline_of(ref))
+            slot = Slot(i, ref.kind, control.timeline_of(ref))
             was_pruned = found and is_pruned(opened.run, slot)
             num_commits, num_pruned = num_commits + found, num_pruned + was_pruned
             size_bytes += 0 if was_pruned else size
@@ -45,6 +45,15 @@ def verify_run(path: Path, *, iteration: int | None) -> None:
     pruned = f"; the files of {num_pruned} were pruned by retention" if num_pruned else ""
     size_text = format_bytes(size_bytes)
     say(f"{opened.run.root}: {num_commits} commits, {size_text}, all as committed{pruned}")
+
+
+def _stages_of(opened: OpenRun, control: Control, iteration: int) -> list[StageRef]:
+    """Stages of an iteration, and evaluations of the weights that it starts from."""
+    graph = opened.chain.graph
+    is_one = iteration < graph.num_iterations
+    stages = [StageRef(iteration, node.kind) for node in graph.stages(iteration) if is_one]
+    evals = read_evals(opened.run, graph, control, head=iteration)
+    return [*stages, *evals.wanted(iteration, iteration)]
 
 
 def check_iteration(graph: Graph, iteration: int | None) -> None:

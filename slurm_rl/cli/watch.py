@@ -13,7 +13,9 @@ from pathlib import Path
 from slurm_rl.chain.advance import advance, look
 from slurm_rl.chain.gc import collect_quietly
 from slurm_rl.chain.observe import find_head, read_current
+from slurm_rl.chain.outages import describe_outage
 from slurm_rl.cli.control import stop_jobs
+from slurm_rl.cli.eval import main_numbers, read_all, read_metrics
 from slurm_rl.cli.runs import find_run
 from slurm_rl.cli.status import read_rewards
 from slurm_rl.cli.terminal import format_seconds, say
@@ -21,6 +23,7 @@ from slurm_rl.cli.verify import find_output
 from slurm_rl.errors import CorruptError, Halted, NothingDone
 from slurm_rl.launch.build import OpenRun, open_run
 from slurm_rl.storage.control import read_control
+from slurm_rl.storage.evals import read_given_up
 from slurm_rl.types import Commit, StageRef
 
 _LOOK_S = 0.3
@@ -71,6 +74,8 @@ def _follow(opened: OpenRun) -> int:
     next_gc = time.monotonic() + _GC_S
     has_waited = False  # what was committed before we came is not told, but for the first
     told: dict[str, int] = {}
+    evals = read_all(opened)
+    shown = {ref for ref in evals.wanted(0, evals.newest) if evals.is_settled(ref)}
     number = -1
     for number, ref in enumerate(_stages(opened)):
         while (commit := _look(opened, ref)) is None:
@@ -79,12 +84,14 @@ def _follow(opened: OpenRun) -> int:
             if time.monotonic() >= next_advance:
                 advance(chain)
                 _tell_failures(opened, told)
+                _tell_evals(opened, shown)
                 next_advance = time.monotonic() + period_s
             if not chain.spec.ticks and time.monotonic() >= next_gc:
                 collect_quietly(opened.keeper)
                 next_gc = time.monotonic() + _GC_S
         if has_waited or number == 0:
             say(_describe(ref, commit))
+    _follow_evals(opened, told, shown)
     return number + 1
 
 
@@ -101,11 +108,50 @@ def _stages(opened: OpenRun) -> Iterator[StageRef]:
 
 def _tell_failures(opened: OpenRun, told: dict[str, int]) -> None:
     """One line for each new failed attempt; `told` remembers how many were said of each slot."""
-    for link in look(opened.chain).links:
-        for slot in link.slots:
-            if slot.failures > told.get(slot.name, 0) and not slot.committed:
-                told[slot.name] = slot.failures
-                say(f"{slot.name}: attempt {slot.failures} failed: {slot.last_error}")
+    view = look(opened.chain)
+    for slot in (slot for link in view.all_links for slot in link.open_slots):
+        if slot.failures > told.get(slot.name, 0):
+            told[slot.name] = slot.failures
+            say(f"{slot.name}: attempt {slot.failures} failed: {slot.last_error}")
+        is_waiting = f"{slot.name} waits"
+        if slot.num_deferrals and is_waiting not in told:
+            say(f"{slot.name} {describe_outage(slot, now=view.now)}")
+        told.pop(is_waiting, None)
+        if slot.num_deferrals:
+            told[is_waiting] = slot.num_deferrals
+
+
+def _follow_evals(opened: OpenRun, told: dict[str, int], shown: set[StageRef]) -> None:
+    """Until every evaluation is committed or given up; raises if the run stops before."""
+    root, period_s = opened.run.root, _ADVANCE_S[opened.settings.launcher]
+    next_advance = time.monotonic() + period_s
+    while any(read_all(opened).open_evals()):
+        control = read_control(opened.run)
+        if control.halt is not None:
+            raise Halted(f"{root}: halted: {control.halt.reason}", hint=control.halt.hint)
+        if control.paused is not None:
+            why = f"{root}: paused ({control.paused}), with evaluations to do"
+            raise NothingDone(why, hint=f"`slurm-rl resume {root}`")
+        time.sleep(_LOOK_S)
+        if time.monotonic() >= next_advance:
+            advance(opened.chain)
+            _tell_failures(opened, told)
+            _tell_evals(opened, shown)
+            next_advance = time.monotonic() + period_s
+    _tell_evals(opened, shown)
+
+
+def _tell_evals(opened: OpenRun, shown: set[StageRef]) -> None:
+    """One line for each evaluation that has a result, or was given up, since we looked."""
+    evals = read_all(opened)
+    for ref in evals.wanted(0, evals.newest):
+        if ref in shown or not evals.is_settled(ref):
+            continue
+        shown.add(ref)
+        given_up = read_given_up(opened.run, evals.control, evals.slot(ref))
+        numbers = main_numbers(read_metrics(opened, ref), ref.kind)
+        said = f"given up: {given_up.reason}" if given_up is not None else numbers
+        say(f"{ref!s:<16} {said}".rstrip())
 
 
 def _look(opened: OpenRun, ref: StageRef) -> Commit | None:
@@ -117,6 +163,9 @@ def _look(opened: OpenRun, ref: StageRef) -> Commit | None:
         log = f" (log: {control.halt.log})" if control.halt.log else ""
         raise Halted(f"{root}: halted: {control.halt.reason}{log}", hint=control.halt.hint)
     if commit is None and find_head(opened.run, opened.chain.graph, control) > ref.iteration:
+        commit = read_current(opened.run, opened.chain.graph, control, ref)  # it may be that new
+        if commit is not None:
+            return commit
         raise CorruptError(
             f"{root}: {ref} has no commit, but what was made from it has",
             hint="put the COMMIT back, or `slurm-rl rewind`; see `slurm-rl verify`",

@@ -9,26 +9,34 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path as File
 
+from slurm_rl.config.data_checks import check_data
 from slurm_rl.config.derive import (
     STAGE_KINDS,
     containers_of,
     data_parallel_size,
-    gpu_count,
+    eval_kinds,
     model_parallel_size,
     num_ranks,
     parse_instant,
+    section_of,
     stage_container,
-    stage_slurm,
 )
+from slurm_rl.config.engine_checks import check_engine
 from slurm_rl.config.job_checks import check_jobs
 from slurm_rl.config.passthrough import check_megatron, check_sglang
-from slurm_rl.config.problems import Path, Problem, nearest
+from slurm_rl.config.problems import Path, Problem
+from slurm_rl.config.reward_checks import check_rewards
+from slurm_rl.config.rollout_checks import (
+    check_batch,
+    check_close,
+    check_filter,
+    check_sampling,
+    check_shards,
+)
 from slurm_rl.config.schema import Settings
+from slurm_rl.config.turn_checks import check_turns
 
 Problems = Iterator[Problem]
-
-#: Names that `rollout.rm_type` takes: those of slurm_rl/rollout/rewards.py (a test compares).
-REWARD_NAMES = ("exact_match", "prefix_match", "f1", "gsm8k", "random")
 
 
 def check_settings(settings: Settings) -> list[Problem]:
@@ -72,74 +80,6 @@ def check_run(settings: Settings) -> Problems:
             if container.runtime == "pyxis":
                 fix = "use apptainer or none with launcher: local"
                 yield Problem((*at, "runtime"), "is a plugin of srun", fix, "pyxis")
-
-
-def check_reward(settings: Settings) -> Problems:
-    rollout = settings.rollout
-    if rollout.rm_type is None and rollout.custom_rm_path is None:
-        fix = "name a built-in reward, or your own as custom_rm_path"
-        yield Problem(("rollout", "rm_type"), "is missing", fix)
-    elif rollout.rm_type is not None and rollout.custom_rm_path is not None:
-        fix = "keep one of the two"
-        yield Problem(
-            ("rollout", "custom_rm_path"), "is given beside rm_type", fix, rollout.custom_rm_path
-        )
-    if rollout.rm_type is not None and rollout.rm_type not in REWARD_NAMES:
-        close = nearest(rollout.rm_type, REWARD_NAMES)
-        fix = f"did you mean {close}?" if close else "choose one, or set custom_rm_path"
-        rule = f"must be one of {', '.join(REWARD_NAMES)}"
-        yield Problem(("rollout", "rm_type"), rule, fix, rollout.rm_type)
-    if rollout.custom_rm_path is not None and "." not in rollout.custom_rm_path:
-        fix = "write package.module.function"
-        path = ("rollout", "custom_rm_path")
-        yield Problem(path, "is not a dotted path", fix, rollout.custom_rm_path)
-
-
-def check_rollout(settings: Settings) -> Problems:
-    rollout = settings.rollout
-    shards, path = rollout.shards, ("rollout", "shards")
-    if shards > rollout.rollout_batch_size:
-        rule = f"is more than rollout_batch_size = {rollout.rollout_batch_size}"
-        yield Problem(path, rule, "lower it: a shard needs a prompt", shards)
-    limit = settings.max_submit_jobs
-    if limit is not None and shards > limit:
-        rule = f"is more than max_submit_jobs = {limit}: the array could never be submitted"
-        yield Problem(path, rule, "lower it", shards)
-    if shards > settings.max_array_tasks:
-        rule = f"is more than max_array_tasks = {settings.max_array_tasks}"
-        yield Problem(path, rule, "lower it, or raise max_array_tasks if the site allows", shards)
-    if rollout.rollout_top_k != -1 and rollout.rollout_top_k < 1:
-        rule = "must be at least 1, or -1 for all tokens"
-        yield Problem(("rollout", "rollout_top_k"), rule, "change it", rollout.rollout_top_k)
-    if rollout.apply_chat_template_kwargs and not rollout.apply_chat_template:
-        rule = "has no effect without apply_chat_template"
-        fix = "set apply_chat_template: true"
-        yield Problem(("rollout", "apply_chat_template_kwargs"), rule, fix)
-
-
-def check_engine(settings: Settings) -> Problems:
-    rollout = settings.rollout
-    if rollout.engine == "embedded":
-        for name in ("sglang", "sglang_python", "sglang_env"):
-            if getattr(rollout, name):
-                rule = "has no effect with engine: embedded"
-                yield Problem(("rollout", name), rule, "take it out, or set engine: sglang")
-        return
-    options = rollout.sglang
-    if settings.deterministic and options.get("enable_deterministic_inference") is not True:
-        # Not added silently: it costs speed, and it changes what SGLang computes.
-        yield Problem(
-            ("rollout", "sglang", "enable_deterministic_inference"),
-            "must be true with deterministic: true",
-            "add it, or set deterministic: false",
-        )
-    needed = options.get("tp_size", 1) * options.get("pp_size", 1)
-    if not options.get("enable_dp_attention"):
-        needed *= options.get("dp_size", 1)
-    gpus = gpu_count(stage_slurm(settings, "rollout").get("gpus_per_node"))
-    if settings.launcher == "slurm" and gpus and needed > gpus:
-        rule = f"needs {needed} GPUs (tp × pp × dp), but a node of the job has {gpus}"
-        yield Problem(("rollout", "sglang"), rule, "lower tp_size or dp_size, or ask for more")
 
 
 def check_batches(settings: Settings) -> Problems:
@@ -222,23 +162,31 @@ def check_containers(settings: Settings) -> Problems:
                     rule = "has no effect with runtime: none"
                     fix = f"set {'.'.join(map(str, at))}.runtime: apptainer or pyxis"
                     yield Problem((*at, name), rule, fix, getattr(container, name))
-    for kind in STAGE_KINDS:
+    for kind in (*STAGE_KINDS, *eval_kinds(settings)):
         python = settings.stage(kind).python
         if python is not None and stage_container(settings, kind).runtime != "none":
             rule = "has no effect in a container"
-            yield Problem((kind, "python"), rule, "set container.python instead", python)
+            yield Problem(
+                (*section_of(kind), "python"), rule, "set container.python instead", python
+            )
 
 
 _FIRST_RULES: tuple[Callable[[Settings], Problems], ...] = (check_jobs, check_passthrough)
 _RULES: tuple[Callable[[Settings], Problems], ...] = (
     check_model,
     check_run,
-    check_reward,
-    check_rollout,
+    check_rewards,
+    check_shards,
+    check_sampling,
+    check_batch,
+    check_filter,
+    check_close,
+    check_data,
     check_engine,
     check_batches,
     check_loss,
     check_schedule,
     check_layout,
     check_containers,
+    check_turns,
 )

@@ -9,12 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
-from slurm_rl.config.schema import Container, Fallback, Settings
+from slurm_rl.config.rollout_schema import DataSet, Overrides
+from slurm_rl.config.schema import EVAL_PREFIX, Settings
+from slurm_rl.config.sections import Container, Fallback, Slurm
 from slurm_rl.storage.digest import digest_value
 
-STAGE_KINDS = ("init", "rollout", "train", "tick")
+#: Sections that any configuration may have. Which stages a run has is `stage_kinds`.
+STAGE_KINDS = ("init", "rollout", "score", "train", "tick")
+
+_PLAIN = ("init", "rollout", "train")
+
+#: Begins the name of a data set that is made, not read: `reasoning_gym:chain_sum`.
+PROCEDURAL = "reasoning_gym:"
 
 #: `slurm.time`: learn it from the run.
 AUTO = "auto"
@@ -34,20 +42,90 @@ _TICK_SHAPE: dict[str, Any] = {
     "time": "00:10:00",
 }
 
+#: Options that size a job of many nodes or GPUs. A score stage without a server needs none of it;
+#: how long it works, with how many cores and how much memory, is as for the others.
+_LARGE = (SHAPE_OPTIONS - frozenset("cpus_per_task mem mem_per_cpu time time_min".split())) | {
+    "gpu_bind",
+    "gpu_freq",
+}
+_SCORE_SHAPE: dict[str, Any] = {"nodes": 1, "ntasks_per_node": 1}
+
 #: Settings of a stage that say where and how it runs, not which numbers come out.
 _NOT_SHAPING = {"slurm", "container", "python", "env", "deadline_s"}
 _NOT_SHAPING_ROLLOUT = _NOT_SHAPING | {
     "shards",
+    "array_throttle",
     "prompt_data",  # the cursor carries the data's own fingerprint
+    "data_options",
     "concurrency",
+    "replicas",
+    "engine_nodes",
+    "reward_timeout_s",
+    "reward_retries",
+    "reward_workers",
+    "rm_url",
+    "probe_tolerance",
+    "stage_weights",
+    "stage_weights_gb",
     "sglang_python",
     "sglang_env",
     "server_start_timeout_s",
     "request_timeout_s",
 }
-_NOT_SHAPING_TRAIN = _NOT_SHAPING | {"num_ranks", "check_first_ratio", "save_steps"}
+_NOT_SHAPING_EVAL = _NOT_SHAPING | {"interval", "before_training", "prompt_data"}
+_NOT_SHAPING_TRAIN = _NOT_SHAPING | {
+    "num_ranks",
+    "check_first_ratio",
+    "save_steps",
+    "max_logprob_gap",
+    "max_logprob_gap_drift",
+}
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
+
+
+def needs_score(settings: Settings) -> bool:
+    """Whether rewards come from a stage of their own, between rollout and train."""
+    score = settings.score
+    defers = any(service.on_down == "defer" for service in settings.services.values())
+    return score.enabled or score.server is not None or defers
+
+
+def eval_kinds(settings: Settings) -> tuple[str, ...]:
+    """The kinds of stages that evaluate, in the order of the configuration."""
+    return tuple(f"{EVAL_PREFIX}{name}" for name in settings.eval)
+
+
+def section_of(kind: str) -> tuple[str, ...]:
+    """Where the configuration has a stage's own settings: `("eval", "aime")` for `eval-aime`."""
+    if kind.startswith(EVAL_PREFIX):
+        return "eval", kind.removeprefix(EVAL_PREFIX)
+    return (kind,)
+
+
+def stage_kinds(settings: Settings) -> tuple[str, ...]:
+    """The kinds of jobs that the run has: its stages in turn, its evaluations, ticks."""
+    stages = ("init", "rollout", "score", "train") if needs_score(settings) else _PLAIN
+    return (*stages, *eval_kinds(settings), "tick")
+
+
+def is_like_rollout(kind: str) -> bool:
+    """Whether what a stage does not set for its job is as the rollout has it: it does what a
+    rollout does, or needs the same libraries."""
+    return kind == "score" or kind.startswith(EVAL_PREFIX)
+
+
+def _is_light(settings: Settings, kind: str) -> bool:
+    """Whether it is a score stage with a job of its own, in which nothing needs a GPU."""
+    return kind == "score" and settings.score.server is None and settings.chain.pack == "stage"
+
+
+def slurm_sections(settings: Settings, kind: str) -> list[tuple[tuple[str, ...], Slurm]]:
+    """Where a stage's job options come from, with their places: the first to set one wins."""
+    sections = [((*section_of(kind), "slurm"), settings.stage(kind).slurm)]
+    if is_like_rollout(kind) and not _is_light(settings, kind):
+        sections.append((("rollout", "slurm"), settings.rollout.slurm))
+    return [*sections, (("slurm",), settings.slurm)]
 
 
 def stage_slurm(settings: Settings, kind: str) -> dict[str, Any]:
@@ -55,54 +133,70 @@ def stage_slurm(settings: Settings, kind: str) -> dict[str, Any]:
 
     Keys keep their underscores, extra ones and their values are as the user wrote them.
     `signal_s`, `time_max` and `fallback` are ours and not among them. A tick takes the shape of
-    no stage.
+    no stage. An evaluation asks for what the rollout does; so does a score stage that serves a
+    model, while one without asks for no GPU. Where one job runs all stages they ask for the same.
     """
-    shared = _options(settings.slurm)
+    (_, own), *others = slurm_sections(settings, kind)
+    shared: dict[str, Any] = {}
+    for _, section in reversed(others):
+        shared |= _options(section)
     if kind == "tick":
         shared = {k: v for k, v in shared.items() if k not in SHAPE_OPTIONS} | _TICK_SHAPE
-    return shared | _options(settings.stage(kind).slurm)
+    elif _is_light(settings, kind):
+        shared = {k: v for k, v in shared.items() if k not in _LARGE} | _SCORE_SHAPE
+    return shared | _options(own)
 
 
 def stage_signal_s(settings: Settings, kind: str) -> int:
     """Seconds before its time limit at which a stage's job is told to stop."""
-    own = settings.stage(kind).slurm.signal_s
     if kind == "tick":  # it has nothing to save, and its job is short
-        return own or DEFAULT_TICK_SIGNAL_S
-    return own or settings.slurm.signal_s or DEFAULT_SIGNAL_S
+        return settings.tick.slurm.signal_s or DEFAULT_TICK_SIGNAL_S
+    return asked_signal_s(settings, kind) or DEFAULT_SIGNAL_S
+
+
+def asked_signal_s(settings: Settings, kind: str) -> int | None:
+    """The same, if the settings say so."""
+    found = (section.signal_s for _, section in slurm_sections(settings, kind))
+    return next(filter(None, found), None)
 
 
 def stage_time_s(settings: Settings, kind: str) -> int | None:
     """Wall time of a stage's job in seconds; None if it has no limit or the site's default."""
     time = stage_slurm(settings, kind).get("time")
     if time == AUTO:
-        time = settings.stage(kind).slurm.time_max or settings.slurm.time_max
+        longest = (section.time_max for _, section in slurm_sections(settings, kind))
+        time = next(filter(None, longest), None)
     return None if time is None else parse_wall_time(time)
 
 
 def stage_fallback(settings: Settings, kind: str) -> Fallback | None:
     """Where a stage goes that waits too long: its own, or the top-level one."""
-    return settings.stage(kind).slurm.fallback or settings.slurm.fallback
+    found = (section.fallback for _, section in slurm_sections(settings, kind))
+    return next(filter(None, found), None)
 
 
 def stage_env(settings: Settings, kind: str) -> dict[str, str]:
     """Environment of a stage's program: its own over the top-level one."""
-    merged = {**settings.env, **settings.stage(kind).env}
+    between = settings.rollout.env if is_like_rollout(kind) else {}
+    merged = {**settings.env, **between, **settings.stage(kind).env}
     return {name: str(value) for name, value in merged.items()}
 
 
 def stage_container(settings: Settings, kind: str) -> Container:
     """The container of a stage: its own, as a whole, or the top-level one."""
     own = settings.stage(kind).container
+    if own is None and settings.stage(kind).python is None and is_like_rollout(kind):
+        own = settings.rollout.container
     return settings.container if own is None else own
 
 
 def containers_of(settings: Settings) -> Iterator[tuple[tuple[str, ...], Container]]:
     """Each container that the settings hold, with its place: `("train", "container")`."""
     yield ("container",), settings.container
-    for kind in STAGE_KINDS:
+    for kind in (*STAGE_KINDS, *eval_kinds(settings)):
         own = settings.stage(kind).container
         if own is not None:
-            yield (kind, "container"), own
+            yield (*section_of(kind), "container"), own
 
 
 def stage_python(settings: Settings, kind: str) -> str | None:
@@ -110,7 +204,8 @@ def stage_python(settings: Settings, kind: str) -> str | None:
     container = stage_container(settings, kind)
     if container.runtime != "none":
         return container.python
-    return settings.stage(kind).python or settings.host_python
+    between = settings.rollout.python if is_like_rollout(kind) else None
+    return settings.stage(kind).python or between or settings.host_python
 
 
 def gpu_count(request: int | str | None) -> int | None:
@@ -131,11 +226,52 @@ def num_ranks(settings: Settings) -> int:
     return int(options.get("nodes", 1)) * gpus
 
 
+def stage_ranks(settings: Settings, kind: str) -> int:
+    """Processes of a stage's program: the train job's ranks, a server's nodes, or 1."""
+    if kind == "train":
+        return num_ranks(settings)
+    is_eval = kind.startswith(EVAL_PREFIX)
+    is_served = (kind == "rollout" or is_eval) and settings.rollout.engine == "sglang"
+    return settings.rollout.engine_nodes if is_served else 1
+
+
 def num_gpus(settings: Settings, kind: str) -> int:
     """GPUs of a stage's whole job: nodes × gpus_per_node, or `gpus`."""
     options = stage_slurm(settings, kind)
     whole = gpu_count(options.get("gpus"))
     return whole or int(options.get("nodes", 1)) * (gpu_count(options.get("gpus_per_node")) or 0)
+
+
+def admission(settings: Settings) -> Literal["cursor", "arrival"]:
+    """Which finished groups fill a batch: those that come first in the data, or in time."""
+    if settings.rollout.admission is not None:
+        return settings.rollout.admission
+    return "cursor" if settings.deterministic else "arrival"
+
+
+def data_sets(settings: Settings) -> list[DataSet]:
+    """The data sets of the rollout; a single one is called `data`."""
+    data = settings.rollout.prompt_data
+    if isinstance(data, str):
+        return [DataSet(name="data", path=data, options=settings.rollout.data_options)]
+    return list(data)
+
+
+def data_overrides(settings: Settings) -> dict[str, Overrides]:
+    """Data set -> what it sets for itself."""
+    return {data_set.name: data_set for data_set in data_sets(settings)}
+
+
+def is_graded_later(settings: Settings) -> bool:
+    """Whether the rollout grades nothing, since the score stage does."""
+    return settings.score.enabled or settings.score.server is not None
+
+
+def data_paths(settings: Settings) -> list[str]:
+    """Files and folders that the rollout and the evaluations read prompts from."""
+    named = [data_set.path for data_set in data_sets(settings)]
+    named += [evaluation.prompt_data for evaluation in settings.eval.values()]
+    return [path.partition("@[")[0] for path in named if not path.startswith(PROCEDURAL)]
 
 
 def model_parallel_size(settings: Settings) -> int:
@@ -187,9 +323,14 @@ def shaping_settings(settings: Settings) -> dict[str, Any]:
     """
     rollout = settings.rollout.model_dump(exclude=_NOT_SHAPING_ROLLOUT)
     rollout["sglang"] = _without_folders(rollout["sglang"])
+    # What a data set sets for itself; its place and its rows have a digest of their own.
+    rollout["data_sets"] = [part.model_dump(exclude={"path"}) for part in data_sets(settings)]
     train = settings.train.model_dump(exclude=_NOT_SHAPING_TRAIN)
     train["megatron"] = _without_folders(train["megatron"])
     model = settings.init_model
+    # Only where there is one: the digests of runs without stay as they are.
+    server = settings.score.server
+    scores = {} if server is None else {"score": _without_folders(server.model_dump())}
     return {
         "seed": settings.seed,
         "deterministic": settings.deterministic,
@@ -197,12 +338,17 @@ def shaping_settings(settings: Settings) -> dict[str, Any]:
         "init_model": None if model is None else model.model_dump(),
         "rollout": rollout,
         "train": {**train, "num_ranks": num_ranks(settings)},
+        **scores,
     }
 
 
-def settings_digest(settings: Settings) -> str:
-    """Digest of `shaping_settings`."""
-    return digest_value(shaping_settings(settings))
+def settings_digest(settings: Settings, kind: str = "") -> str:
+    """Digest of `shaping_settings`; for an evaluation with what it asks for itself."""
+    shaping = shaping_settings(settings)
+    if kind.startswith(EVAL_PREFIX):
+        own = settings.eval[kind.removeprefix(EVAL_PREFIX)].model_dump(exclude=_NOT_SHAPING_EVAL)
+        shaping["eval"] = _without_folders(own)
+    return digest_value(shaping)
 
 
 def _options(section: Any) -> dict[str, Any]:

@@ -13,15 +13,22 @@ from typing import Any
 from slurm_rl.config.derive import (
     AUTO,
     STAGE_KINDS,
+    eval_kinds,
     gpu_count,
+    needs_score,
     num_ranks,
     parse_wall_time,
+    section_of,
+    slurm_sections,
+    stage_kinds,
     stage_signal_s,
     stage_slurm,
     stage_time_s,
 )
 from slurm_rl.config.problems import Path, Problem, format_value, nearest
-from slurm_rl.config.schema import Settings, Slurm
+from slurm_rl.config.rollout_schema import Score
+from slurm_rl.config.schema import Settings
+from slurm_rl.config.sections import Slurm
 
 #: sbatch's long options (man sbatch, 22.05 to 24.11), less those that are ours.
 SBATCH_OPTIONS = frozenset(
@@ -50,19 +57,25 @@ _GPUS = re.compile(r"(?:[A-Za-z][\w.-]*:)?\d+")
 def check_jobs(settings: Settings) -> Iterator[Problem]:
     """Options, wall times and job shapes of every stage."""
     sections: list[tuple[Path, Slurm]] = [(("slurm",), settings.slurm)]
-    sections += [((kind, "slurm"), settings.stage(kind).slurm) for kind in STAGE_KINDS]
+    sections += [
+        ((*section_of(kind), "slurm"), settings.stage(kind).slurm)
+        for kind in (*STAGE_KINDS, *eval_kinds(settings))
+    ]
     problems = [p for at, section in sections for p in _check_options(at, section)]
     yield from problems
     if problems:
         return
-    for kind in STAGE_KINDS:
+    for kind in stage_kinds(settings):
         yield from _check_wall_time(settings, kind)
     if settings.chain.pack == "iteration":
         yield from _check_same_shape(settings)
         if settings.rollout.shards > 1:
             rule = "cannot be with chain.pack = iteration, where one job runs all stages in turn"
             yield Problem(("rollout", "shards"), rule, "use pack: stage", settings.rollout.shards)
+    yield from _check_throttle(settings)
     yield from _check_ranks(settings)
+    yield from _check_score(settings)
+    yield from _check_evals(settings)
 
 
 def _check_options(at: Path, section: Slurm) -> Iterator[Problem]:
@@ -149,15 +162,55 @@ def _check_wall_time(settings: Settings, kind: str) -> Iterator[Problem]:
 
 
 def _owner_of(settings: Settings, kind: str, name: str) -> Path:
-    """Where a stage's option was set: in its own section, or at the top."""
-    if getattr(settings.stage(kind).slurm, name) is not None or kind == "tick":
-        return (kind, "slurm", name)
-    return ("slurm", name)
+    """Where a stage's option was set: in its own section, one that it stands in for, or at the
+    top."""
+    sections = slurm_sections(settings, kind)
+    if kind == "tick":
+        return (*sections[0][0], name)
+    owners = (at for at, section in sections if getattr(section, name) is not None)
+    return (*next(owners, sections[-1][0]), name)
+
+
+def _check_throttle(settings: Settings) -> Iterator[Problem]:
+    throttle, shards = settings.rollout.array_throttle, settings.rollout.shards
+    path: Path = ("rollout", "array_throttle")
+    if throttle is None:
+        return
+    if settings.launcher == "local":
+        rule = "has no effect with launcher: local, where there are no arrays"
+        yield Problem(path, rule, "take it out", throttle)
+    elif throttle >= shards:
+        rule = f"has no effect with rollout.shards = {shards}"
+        yield Problem(path, rule, "lower it, or take it out", throttle)
+
+
+def _check_score(settings: Settings) -> Iterator[Problem]:
+    """What the score stage may set, where there is none."""
+    if needs_score(settings):
+        return
+    for name in sorted(settings.score.model_fields_set - {"enabled", "server"}):
+        value = getattr(settings.score, name)
+        if value != getattr(Score(), name):
+            rule = "has no effect: there is no score stage"
+            fix = "set score.enabled: true, or on_down: defer for a service"
+            yield Problem(("score", name), rule, fix)
+
+
+def _check_evals(settings: Settings) -> Iterator[Problem]:
+    for name, rule in settings.eval.items():
+        if rule.interval is not None and rule.interval > settings.num_rollout:
+            yield Problem(
+                ("eval", name, "interval"),
+                f"is more than num_rollout = {settings.num_rollout}: no version is a multiple",
+                "lower it, or take it out: the last version is evaluated anyway",
+                rule.interval,
+            )
 
 
 def _check_same_shape(settings: Settings) -> Iterator[Problem]:
     """With `pack: iteration` one job runs all stages: they must ask for the same."""
-    kinds = [kind for kind in STAGE_KINDS if kind != "tick"]
+    kinds = [kind for kind in stage_kinds(settings) if kind != "tick"]
+    kinds = [kind for kind in kinds if kind not in eval_kinds(settings)]  # they have their own jobs
     shapes = {kind: stage_slurm(settings, kind) for kind in kinds}
     first = kinds[0]
     for kind in kinds[1:]:

@@ -1,7 +1,8 @@
 """Paths in the configuration: which settings are paths, and what they are relative to.
 
 Owns `$VAR` and `~`. It looks at no file: whether a path exists is for preflight.py.
-`env`, `setup`, `args` and what passes through to other programs stay as they are written.
+`env`, `setup`, `args` and what passes through to other programs stay as they are written; so does
+`rollout.stage_weights`, whose variables are the compute node's.
 """
 
 from __future__ import annotations
@@ -12,28 +13,37 @@ from collections.abc import Mapping
 from pathlib import Path as File
 from typing import Any
 
-from slurm_rl.config.derive import STAGE_KINDS
+from slurm_rl.config.derive import PROCEDURAL, STAGE_KINDS
 from slurm_rl.config.problems import Path, Problem
 
+_STAGES: tuple[Path, ...] = (*((kind,) for kind in STAGE_KINDS), ("eval", "*"))
 #: How a path-like setting is read. `file`: always a path. `work`: a path, relative to the
 #: working directory. `program`: a path if it has a slash, else a name in PATH. `image`: a
 #: path if it starts like one, else a name that the runtime knows. `bind`: `src` or `src:dst`.
+#: `data`: a path, unless it names a data set that is made. `*` is any index, and any name that
+#: the user chose.
 _KINDS: dict[Path, str] = {
     ("run", "dir"): "work",
     ("hf_checkpoint",): "file",
     ("code", "*"): "file",
-    ("rollout", "prompt_data"): "file",
+    ("rollout", "prompt_data"): "data",
+    ("rollout", "prompt_data", "*", "path"): "data",
     ("rollout", "sglang_python"): "program",
+    ("score", "server", "hf_checkpoint"): "file",
+    ("services", "*", "url_file"): "file",
+    ("eval", "*", "prompt_data"): "data",
     ("host_python",): "program",
     ("env_file",): "file",
     ("sbatch_template",): "file",
     ("retention", "archive"): "file",
     ("container", "image"): "image",
     ("container", "bind", "*"): "bind",
-    **{(kind, "python"): "program" for kind in STAGE_KINDS},
-    **{(kind, "container", "image"): "image" for kind in STAGE_KINDS},
-    **{(kind, "container", "bind", "*"): "bind" for kind in STAGE_KINDS},
+    **{(*stage, "python"): "program" for stage in _STAGES},
+    **{(*stage, "container", "image"): "image" for stage in _STAGES},
+    **{(*stage, "container", "bind", "*"): "bind" for stage in _STAGES},
 }
+#: Sections whose keys are names that the user chose.
+_NAMED = ("eval", "services")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
@@ -69,7 +79,7 @@ def expand_variables(text: str, env: Mapping[str, str]) -> str:
 def _expand_leaf(
     value: Any, at: Path, *, base: File, cwd: File, env: Mapping[str, str]
 ) -> tuple[Any, list[Problem]]:
-    kind = _KINDS.get(tuple("*" if isinstance(part, int) else part for part in at))
+    kind = _KINDS.get(_pattern(at))
     if kind is None or not isinstance(value, str):
         return value, []
     if not value.strip():
@@ -83,11 +93,22 @@ def _expand_leaf(
     return _make_absolute(text, kind, cwd if kind == "work" else base), []
 
 
+def _pattern(at: Path) -> Path:
+    """A place as `_KINDS` has it."""
+    is_named = len(at) > 1 and at[0] in _NAMED
+    return tuple(
+        "*" if isinstance(part, int) or (is_named and depth == 1) else part
+        for depth, part in enumerate(at)
+    )
+
+
 def _make_absolute(text: str, kind: str, base: File) -> str:
     if kind == "bind":
         source, colon, rest = text.partition(":")
         return _join(base, source) + colon + rest
     if kind == "program" and "/" not in text:
+        return text
+    if kind == "data" and text.startswith(PROCEDURAL):
         return text
     if kind == "image" and not text.startswith(("./", "../", "/")):
         return text

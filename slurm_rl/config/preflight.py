@@ -6,26 +6,23 @@ first prompts, and starts nothing. Reading the settings themselves needs none of
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path as File
 
-from slurm_rl.config.derive import STAGE_KINDS, containers_of
+from slurm_rl.config.data_preflight import check_data_files
+from slurm_rl.config.derive import STAGE_KINDS, containers_of, eval_kinds, section_of
 from slurm_rl.config.problems import Path, Problem
 from slurm_rl.config.schema import Settings
-
-#: Prompts that are looked at; the rollout stage reads them all.
-_NUM_PROMPTS = 20
 
 
 def check_files(settings: Settings) -> list[Problem]:
     """What is missing or not as it should be on this machine."""
     return [
         *_check_model(settings),
-        *_check_prompts(settings),
+        *check_data_files(settings),
         *_check_secrets(settings),
         *_check_folders(settings),
         *_check_programs(settings),
@@ -48,42 +45,6 @@ def _check_model(settings: Settings) -> Iterator[Problem]:
         yield Problem(path, "has no *.safetensors", fix, settings.hf_checkpoint)
     if not names & {"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"}:
         yield Problem(path, "has no tokenizer", fix, settings.hf_checkpoint)
-
-
-def _check_prompts(settings: Settings) -> Iterator[Problem]:
-    path, text = ("rollout", "prompt_data"), settings.rollout.prompt_data.partition("@[")[0]
-    if not File(text).is_file():
-        yield Problem(path, "is not a file", "mend the path", text)
-        return
-    try:
-        with open(text, encoding="utf-8") as file:
-            lines = [line for _, line in zip(range(_NUM_PROMPTS), file, strict=False)]
-    except (OSError, UnicodeDecodeError) as error:
-        yield Problem(path, f"cannot be read ({error})", "mend the file", text)
-        return
-    if not any(line.strip() for line in lines):
-        yield Problem(path, "is empty", "put prompts in it", text)
-    for number, line in enumerate(lines, 1):
-        problem = _check_prompt(settings, line, number) if line.strip() else None
-        if problem is not None:
-            yield problem
-            return
-
-
-def _check_prompt(settings: Settings, line: str, number: int) -> Problem | None:
-    path, text = ("rollout", "prompt_data"), settings.rollout.prompt_data
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return Problem(path, f"is not JSON in line {number}", "one object a line", text)
-    if not isinstance(record, dict):
-        return Problem(path, f"is not an object in line {number}", "one object a line", text)
-    for name in ("input_key", "label_key", "metadata_key"):
-        key = getattr(settings.rollout, name)
-        if key is not None and key not in record:
-            rule = f"is not a key of {text}, line {number}"
-            return Problem(("rollout", name), rule, f"it has {', '.join(record)}", key)
-    return None
 
 
 def _check_secrets(settings: Settings) -> Iterator[Problem]:
@@ -123,7 +84,10 @@ def _check_programs(settings: Settings) -> Iterator[Problem]:
     programs: list[tuple[Path, str | None]] = [
         (("host_python",), settings.host_python),
         (("rollout", "sglang_python"), settings.rollout.sglang_python),
-        *(((kind, "python"), settings.stage(kind).python) for kind in STAGE_KINDS),
+        *(
+            ((*section_of(kind), "python"), settings.stage(kind).python)
+            for kind in (*STAGE_KINDS, *eval_kinds(settings))
+        ),
     ]
     for path, text in programs:
         if text is not None and shutil.which(text) is None:

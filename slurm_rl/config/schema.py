@@ -10,19 +10,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-Positive = Annotated[int, Field(gt=0)]
-Seconds = Annotated[float, Field(gt=0)]
-EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-EnvValue = Annotated[str, Field(pattern=r"^[^\x00]*$")] | int | float
-Fraction = Annotated[float, Field(ge=0, le=1)]
+from slurm_rl.config.rollout_schema import EvalSet, Name, Rollout, Score, Service
+from slurm_rl.config.sections import (
+    Container,
+    EnvName,
+    EnvValue,
+    Fraction,
+    Positive,
+    Seconds,
+    Section,
+    Slurm,
+    Stage,
+)
 
-
-class Section(BaseModel):
-    """A part of the configuration: unknown keys are refused, values never coerced silently."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+#: Kinds of stages that evaluate: `eval-<name>`, one for each entry of `eval`.
+EVAL_PREFIX = "eval-"
 
 
 class Run(Section):
@@ -35,58 +39,6 @@ class Run(Section):
     group: str | None = Field(
         None, description="Unix group that may read the run and take it over (`slurm-rl adopt`)."
     )
-
-
-class Fallback(Section):
-    """Where a stage goes that waits too long for its own place; once."""
-
-    after: str = Field(description="Wait in the queue, as a wall time: `02:00:00`.")
-    partition: str | None = Field(None, description="Partition to go to.")
-    qos: str | None = Field(None, description="Quality of service to go to.")
-
-
-class Slurm(Section):
-    """sbatch options under their own names (underscores for hyphens); unset ones are omitted."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
-
-    partition: str | None = Field(None, description="Partition, or several with commas.")
-    account: str | None = Field(None, description="Account that is charged.")
-    qos: str | None = Field(None, description="Quality of service.")
-    nodes: Positive | None = Field(None, description="Nodes of the job.")
-    ntasks_per_node: Positive | None = Field(None, description="Tasks on each node.")
-    cpus_per_task: Positive | None = Field(None, description="CPU cores of each task.")
-    gpus_per_node: int | str | None = Field(None, description="GPUs on each node: `8`, `a100:4`.")
-    mem: str | None = Field(None, description="Memory of each node, as `64G`.")
-    time: str | None = Field(
-        None,
-        description="Wall time as sbatch takes it: `04:00:00`, `1-12`; `auto`: learnt from the run",
-    )
-    time_max: str | None = Field(
-        None, description="Most that `time: auto` may ask for: the partition's limit."
-    )
-    time_min: str | None = Field(None, description="Shortest wall time that is still of use.")
-    constraint: str | None = Field(None, description="Node features that are asked for.")
-    reservation: str | None = Field(None, description="Reservation to run in.")
-    exclude: str | None = Field(None, description="Nodes to stay away from.")
-    comment: str | None = Field(None, description="Yours: sites put policy in it.")
-    signal_s: Positive | None = Field(
-        None,
-        description="Seconds before the time limit at which the job is told to stop; if unset,"
-        " 120, or what the run's own stages were measured to need.",
-    )
-    fallback: Fallback | None = Field(None, description="Where to go after waiting too long.")
-
-
-class Container(Section):
-    """What the stage's program runs in. The supervisor stays on the host."""
-
-    runtime: Literal["none", "apptainer", "pyxis"] = Field("none", description="How it is started.")
-    image: str | None = Field(None, description="Image: a path, or a name that the runtime knows.")
-    bind: list[str] = Field(default_factory=list, description="Mounts, as `src:dst` or `src`.")
-    writable: bool = Field(False, description="Let the program write in the image's file system.")
-    python: str = Field("python3", description="The interpreter inside the image.")
-    args: list[str] = Field(default_factory=list, description="Passed through verbatim.")
 
 
 class Budget(Section):
@@ -136,25 +88,6 @@ class Chain(Section):
     budget: Budget = Field(default_factory=Budget, description="What the run may use.")
 
 
-class Stage(Section):
-    """What every stage may set for its own jobs."""
-
-    slurm: Slurm = Field(
-        default_factory=Slurm,
-        description="What this stage asks for; wins over the top-level `slurm`.",
-    )
-    container: Container | None = Field(
-        None, description="Replaces the top-level `container` as a whole."
-    )
-    python: str | None = Field(None, description="The stage's own interpreter (no container).")
-    env: dict[EnvName, EnvValue] = Field(
-        default_factory=dict, description="Environment; wins over the top-level `env`."
-    )
-    deadline_s: Seconds = Field(
-        43200.0, description="A stage that runs longer is stopped and tried again."
-    )
-
-
 class InitModel(Section):
     """A model with random weights, made by the init stage: for demos and tests."""
 
@@ -163,60 +96,6 @@ class InitModel(Section):
     )
     characters: str = Field(
         description="The tokenizer's alphabet: one token a character, then pad, eos and bos."
-    )
-
-
-class Rollout(Stage):
-    """Prompts, sampling, engine, reward."""
-
-    engine: Literal["sglang", "embedded"] = Field(
-        "sglang", description="SGLang servers, or the small in-process engine for CPU machines."
-    )
-    embedded_threads: Positive = Field(
-        1, description="Threads of the embedded engine: results depend on the number."
-    )
-    shards: Positive = Field(1, description="Parallel pieces, each a Slurm array task.")
-    prompt_data: str = Field(description="A jsonl file of prompts.")
-    input_key: str = Field("prompt", description="Key of a line that holds the prompt.")
-    label_key: str | None = Field(None, description="Key of a line that the reward compares with.")
-    metadata_key: str | None = Field(None, description="Key of a line that is handed on untouched.")
-    apply_chat_template: bool = Field(False, description="Wrap the prompt in the model's template.")
-    apply_chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Arguments of the chat template."
-    )
-    rollout_shuffle: bool = Field(True, description="Visit prompts in an order drawn per epoch.")
-    rollout_batch_size: Positive = Field(description="Prompts in one iteration.")
-    n_samples_per_prompt: Positive = Field(1, description="Samples drawn for each prompt: a group.")
-    rollout_max_prompt_len: Positive | None = Field(
-        None, description="Prompts of more tokens are left out."
-    )
-    rollout_max_response_len: Positive = Field(1024, description="Most tokens of a response.")
-    rollout_temperature: Annotated[float, Field(gt=0)] = Field(
-        1.0, description="Sampling temperature; log-probs are taken at it too."
-    )
-    rollout_top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling.")
-    rollout_top_k: int = Field(-1, description="Sample from the k likeliest tokens; -1: from all.")
-    rollout_stop: list[str] = Field(default_factory=list, description="Texts that end a response.")
-    rollout_stop_token_ids: list[int] = Field(
-        default_factory=list, description="Tokens that end a response, besides the model's own."
-    )
-    rm_type: str | None = Field(None, description="A built-in reward by name.")
-    custom_rm_path: str | None = Field(
-        None, description="Your reward, `package.module.function`, from `code`."
-    )
-    concurrency: Positive = Field(256, description="Requests in flight to one server.")
-    sglang: dict[str, Any] = Field(
-        default_factory=dict, description="SGLang's own server arguments."
-    )
-    sglang_python: str | None = Field(None, description="Interpreter that has SGLang, if another.")
-    sglang_env: dict[EnvName, EnvValue] = Field(
-        default_factory=dict, description="Environment of the SGLang servers alone."
-    )
-    request_timeout_s: Seconds = Field(
-        3600.0, description="A group that takes longer means that the server hangs."
-    )
-    server_start_timeout_s: Seconds = Field(
-        900.0, description="A server that is not healthy by then is given up."
     )
 
 
@@ -257,6 +136,12 @@ class Train(Stage):
     )
     check_first_ratio: Annotated[float, Field(gt=0)] = Field(
         1e-4, description="Largest |ratio - 1| accepted before the first optimizer step."
+    )
+    max_logprob_gap: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Largest mean |trainer - rollout log-prob|; above it the run halts."
+    )
+    max_logprob_gap_drift: Annotated[float, Field(gt=1)] | None = Field(
+        None, description="Largest factor between this gap and that of the first iteration."
     )
 
 
@@ -308,6 +193,15 @@ class Settings(Section):
     )
     rollout: Rollout = Field(description="Prompts, sampling, engine, reward.")
     train: Train = Field(description="The update.")
+    score: Score = Field(
+        default_factory=Score, description="Grading in a stage of its own, after the rollout."
+    )
+    eval: dict[Name, EvalSet] = Field(
+        default_factory=dict, description="Evaluations by name; they never hold up the chain."
+    )
+    services: dict[Name, Service] = Field(
+        default_factory=dict, description="Servers outside the run that rewards ask, by name."
+    )
     # What a site file usually holds; a config may set any of it too.
     slurm: Slurm = Field(default_factory=Slurm, description="Defaults of every stage's `slurm`.")
     tick: Stage = Field(default_factory=Stage, description="Shape of the advancer jobs.")
@@ -342,6 +236,8 @@ class Settings(Section):
         return Path(self.run.dir) / self.run.name
 
     def stage(self, kind: str) -> Stage:
-        """The job settings of a stage kind (`init`, `rollout`, `train`, `tick`)."""
+        """The job settings of a stage kind (`init`, `rollout`, `eval-aime`, `tick`, …)."""
+        if kind.startswith(EVAL_PREFIX):
+            return self.eval[kind.removeprefix(EVAL_PREFIX)]
         section: Stage = getattr(self, kind)
         return section

@@ -68,6 +68,7 @@ class AttemptOutcome(Enum):
     LOST = "lost"  # the race for the claim: look again
     SUPERSEDED = "superseded"  # somebody else has the slot now, or its commit: leave
     FAILED = "failed"
+    DEFERRED = "deferred"  # a service outside of the run is down: later
     STOPPED = "stopped"  # told to stop: the job goes back to the queue
 
 
@@ -257,12 +258,16 @@ class Attempt:
         return {"work_s": round(self.supervisor.monotonic() - self.began, 3)}
 
     def _gpu_s(self) -> float:
-        """GPU seconds of the run up to the end of this iteration, if this is its last stage."""
+        """GPU seconds of the run up to the end of this iteration, if this is its last stage; of an
+        evaluation, those of its own attempts."""
         chain, iteration = self.supervisor.chain, self.slot.iteration
         gpus = dict(chain.spec.gpus).get(self.slot.kind, 0)
+        own_s = gpus * (self.supervisor.monotonic() - self.began)
+        if gpus and self.slot.stage.is_eval:
+            earlier = (read_elapsed(self.run_dir, self.slot, claim) for claim in self.earlier)
+            return round(own_s + gpus * sum(earlier), 1)
         if not gpus or self.slot.stage != chain.graph.last_stage(iteration):
             return 0.0
-        own_s = gpus * (self.supervisor.monotonic() - self.began)
         known_s = gpus * read_elapsed(self.run_dir, self.slot, self.claim)  # up to the last beat
         args = self.run_dir, chain.graph, self.control
         others_s = read_iteration(*args, chain.spec, iteration) - known_s
@@ -272,11 +277,14 @@ class Attempt:
         """Leave word; what is the user's to mend halts the run instead of being tried again."""
         if self._is_out_of_date():
             return self._lose(f"out of date; {failure.message}")
+        if failure.blame == "outage":
+            return self._defer(failure)
         blame, error, message = failure.blame, failure.error, failure.message
         logger.error("%s: %s: %s", self.slot, error, message)
         is_full = error == "SpaceError" and self._num_space_errors() + 1 >= SPACE_TRIES
         self._say(AttemptEnd("failed", blame, error, message, failure.node, place=failure.place))
-        if blame == "user" or is_full:
+        # An evaluation that fails for good is given up; the run goes on without it.
+        if (blame == "user" or is_full) and not self.slot.stage.is_eval:
             root = self.run_dir.root
             hint = f"mend it, then `slurm-rl resume {root}`"
             if error in ("RewardError", "ConfigError"):
@@ -285,6 +293,12 @@ class Attempt:
             halt = Halt(f"{self.slot}: {message}", hint, str(self.folder), self._now())
             write_halt(self.run_dir, halt)
         return AttemptOutcome.FAILED
+
+    def _defer(self, failure: Failure) -> AttemptOutcome:
+        logger.warning("%s: deferred: %s", self.slot, failure.message)
+        end = AttemptEnd("deferred", failure.blame, failure.error, failure.message, failure.node)
+        self._say(dataclasses.replace(end, service=failure.service))
+        return AttemptOutcome.DEFERRED
 
     def _is_out_of_date(self) -> bool:
         """Whether nobody waits for this attempt any more: what it met must halt nothing."""

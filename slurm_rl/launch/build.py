@@ -13,11 +13,12 @@ from slurm_rl.chain.scheduler import Scheduler
 from slurm_rl.chain.view import Spec
 from slurm_rl.config.derive import (
     AUTO,
-    STAGE_KINDS,
+    asked_signal_s,
     num_gpus,
     parse_instant,
     parse_wall_time,
     stage_fallback,
+    stage_kinds,
     stage_slurm,
     stage_time_s,
 )
@@ -92,9 +93,9 @@ def make_asks(settings: Settings) -> dict[str, Ask]:
     if settings.launcher != "slurm":
         return {}
     asks = {}
-    for kind in STAGE_KINDS:
+    for kind in stage_kinds(settings):
         is_auto = stage_slurm(settings, kind).get("time") == AUTO
-        signal_s = settings.stage(kind).slurm.signal_s or settings.slurm.signal_s
+        signal_s = asked_signal_s(settings, kind)
         if kind != "tick" and (is_auto or signal_s is None):
             asks[kind] = Ask(is_auto, stage_time_s(settings, kind), signal_s)
     return asks
@@ -116,17 +117,19 @@ def make_spec(settings: Settings, short_id: str) -> Spec:
         max_stops=chain.max_stops,
         exclude_s=chain.exclude_s if settings.launcher == "slurm" else 0.0,
         fallbacks=_fallbacks(settings),
-        gpus=tuple((kind, num_gpus(settings, kind)) for kind in STAGE_KINDS),
+        gpus=tuple((kind, num_gpus(settings, kind)) for kind in stage_kinds(settings)),
         gpu_hours=chain.budget.gpu_hours,
         until=None if chain.budget.until is None else parse_instant(chain.budget.until),
         submits=settings.submit_from == "anywhere",
         lease_s=chain.lease_s,
+        poll_s=settings.score.poll_s,
+        serial=settings.launcher == "local",
     )
 
 
 def _fallbacks(settings: Settings) -> tuple[tuple[str, float], ...]:
     found = []
-    for kind in STAGE_KINDS:
+    for kind in stage_kinds(settings):
         fallback = stage_fallback(settings, kind)
         after_s = None if fallback is None else parse_wall_time(fallback.after)
         if after_s is not None and kind != "tick" and settings.launcher == "slurm":

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from slurm_rl.config.schema import Container
+from slurm_rl.config.sections import Container
 
 Launcher = Literal["slurm", "local"]
 

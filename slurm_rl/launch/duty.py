@@ -11,6 +11,9 @@ from slurm_rl.chain.scheduler import make_claim_token, token_of
 from slurm_rl.storage.claims import node_name
 from slurm_rl.storage.durable import VISIBLE_S
 
+#: Why a job must end: its wall time.
+TIME_LIMIT = "time limit"
+
 
 class Payload(Protocol):
     """A running stage program (all its ranks)."""

@@ -21,16 +21,16 @@ from types import FrameType
 
 from slurm_rl.chain.gc import collect_quietly
 from slurm_rl.chain.graph import Graph, Link
-from slurm_rl.config.derive import STAGE_KINDS, stage_signal_s, stage_time_s
+from slurm_rl.config.derive import stage_kinds, stage_signal_s, stage_time_s
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import CorruptError, SlurmRlError, StorageError
 from slurm_rl.launch import local
 from slurm_rl.launch.build import OpenRun, make_timing, open_run
-from slurm_rl.launch.duty import Job
+from slurm_rl.launch.duty import TIME_LIMIT, Job
 from slurm_rl.launch.payload import StageRunner
 from slurm_rl.launch.shape import fits
 from slurm_rl.launch.stage_settings import find_stage_settings
-from slurm_rl.launch.supervisor import TIME_LIMIT, Supervisor
+from slurm_rl.launch.supervisor import Supervisor
 from slurm_rl.launch.tick import tick_life
 from slurm_rl.storage.owner import share_with_group
 from slurm_rl.storage.rundir import write_copies
@@ -120,7 +120,8 @@ def make_job(graph: Graph, intent: Path, name: str, env: dict[str, str]) -> Job:
     label = name.split(".")[-2]
     link = next((link for link in graph.links(iteration) if link.label == label), None)
     if link is None:
-        # The run was made with another packing: the job does what its intent lies with.
+        # An evaluation; or the run was made with another packing: the job does what its intent
+        # lies with.
         link = Link(iteration, (intent.parent.name.partition(".")[0],))
     task = env.get("SLURM_ARRAY_TASK_ID")
     job_id = env.get("SLURM_JOB_ID", "")
@@ -150,7 +151,7 @@ def with_end_time(opened: OpenRun, job: Job, env: Mapping[str, str]) -> dict[str
 def make_supervisor(opened: OpenRun, job: Job, env: Mapping[str, str]) -> Supervisor:
     settings = opened.settings
     started, kind = time.time(), job.link.kinds[-1]
-    kinds = [kind for kind in STAGE_KINDS if kind != "tick"]
+    kinds = [kind for kind in stage_kinds(settings) if kind != "tick"]
     return Supervisor(
         chain=opened.chain,
         job=job,

@@ -16,7 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slurm_rl.config.derive import num_ranks, stage_container, stage_env, stage_python, stage_slurm
+from slurm_rl.config.derive import (
+    data_paths,
+    stage_container,
+    stage_env,
+    stage_python,
+    stage_ranks,
+    stage_slurm,
+)
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import ConfigError
 from slurm_rl.launch.containers import render_payload_command, render_payload_env
@@ -75,7 +82,7 @@ class LocalRunner:
     settings: Settings
 
     def start(self, order_path: Path, *, kind: str) -> LocalPayload:
-        world = num_ranks(self.settings) if kind == "train" else 1
+        world = stage_ranks(self.settings, kind)
         attempt = order_path.parent
         argv = stage_command(self.settings, order_path, kind=kind)
         payload = LocalPayload()
@@ -96,12 +103,14 @@ class SrunRunner:
 
     def start(self, order_path: Path, *, kind: str) -> LocalPayload:
         attempt = order_path.parent
-        world = num_ranks(self.settings) if kind == "train" else 1
+        world = stage_ranks(self.settings, kind)
         options = stage_slurm(self.settings, kind)
         argv = ["srun", "--kill-on-bad-exit=1", f"--ntasks={world}", "--open-mode=append"]
         argv += [f"--output={attempt}/rank-%t.log", "--unbuffered"]
         if world == 1:
             argv.append("--nodes=1")
+        elif kind == "rollout":  # a server's nodes: a process on each
+            argv += [f"--nodes={world}", "--ntasks-per-node=1"]
         # Since 22.05 srun no longer takes --cpus-per-task from the job.
         if "cpus_per_task" in options:
             argv.append(f"--cpus-per-task={options['cpus_per_task']}")
@@ -184,7 +193,7 @@ def stage_binds(settings: Settings) -> list[str]:
         model = Path(settings.hf_checkpoint)
         paths.append(str(model))
         paths += sorted({str(file.resolve().parent) for file in model.glob("*")})
-    paths.append(str(Path(settings.rollout.prompt_data.partition("@[")[0]).parent))
+    paths += sorted({str(Path(path).parent) for path in data_paths(settings)})
     return paths
 
 

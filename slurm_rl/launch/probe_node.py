@@ -23,6 +23,7 @@ from slurm_rl.config.schema import Settings
 from slurm_rl.errors import SchedulerError, SlurmRlError
 from slurm_rl.launch.ping import echo, throw_rounds
 from slurm_rl.launch.slurm import SlurmScheduler
+from slurm_rl.rollout.sandbox.runner import describe, find_isolation
 from slurm_rl.storage.claims import node_name
 from slurm_rl.storage.durable import write_hint
 from slurm_rl.storage.probe import find_mount
@@ -74,6 +75,7 @@ def look_at_node(folder: Path) -> dict[str, Any]:
         "mount": None if mount is None else mount.kind,
         "clock_off_s": off_s,
         "user_namespaces": try_namespaces(),
+        "sandbox": describe(find_isolation()),
         "cgroup": Path("/proc/self/cgroup").read_text(),
         "address": find_address(),
     }

@@ -17,13 +17,17 @@ _LOOK_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a program failed, by its own word: `failure.json` of `slurm_rl.stages`."""
+    """Why a program failed, by its own word: `failure.json` of `slurm_rl.stages`.
+
+    service: what is down, where the blame is an outage's.
+    """
 
     blame: str
     error: str
     message: str
     place: str = ""
     node: str = ""
+    service: str = ""
 
 
 def await_result(
@@ -69,7 +73,7 @@ def read_failure(folder: Path, status: int | None, *, fs: Fs) -> Failure:
         message = str(raw["message"])
         hint = str(raw.get("hint", ""))
         message = f"{message}; {hint}" if hint else message
-        words = (str(raw.get(name, "")) for name in ("place", "node"))
+        words = (str(raw.get(name, "")) for name in ("place", "node", "service"))
         return Failure(str(raw["blame"]), str(raw["error"]), message, *words)
     except (OSError, ValueError, KeyError, TypeError):
         how = f"signal {-status}" if status is not None and status < 0 else f"status {status}"

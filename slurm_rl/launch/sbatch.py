@@ -84,7 +84,8 @@ def plan_options(settings: Settings, request: LinkRequest) -> dict[str, Any]:
     if request.fallback:
         _go_elsewhere(settings, kind, user)
     if request.shards:
-        ours["array"] = format_ranges(request.shards)
+        throttle = settings.rollout.array_throttle if kind == "rollout" else None
+        ours["array"] = format_ranges(request.shards) + (f"%{throttle}" if throttle else "")
     if request.after:
         ours["dependency"] = "afterany:" + ":".join(request.after)
     if request.begin_s is not None:

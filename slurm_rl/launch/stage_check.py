@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rl.chain.scheduler import LinkRequest
-from slurm_rl.config.derive import num_ranks, stage_time_s
+from slurm_rl.config.derive import stage_ranks, stage_time_s
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import SlurmRlError
 from slurm_rl.launch.payload import LocalPayload, LocalRunner, SrunRunner
@@ -75,7 +75,7 @@ def check_stage(
     """
     kind, short = order.kind, shorten(settings, order.kind)
     order_path = prepare(folder, short, order)
-    world = num_ranks(settings) if kind == "train" else 1
+    world = stage_ranks(settings, kind)
     try:
         if settings.launcher == "local":
             say(f"starting the {kind} stage's {world} process(es) here")

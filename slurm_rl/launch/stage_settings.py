@@ -68,22 +68,25 @@ def find_stage_settings(
 ) -> StageSettings:
     """What the stage `at` runs with; its file is made if it is missing.
 
-    Raises CorruptError if the snapshot of the code is not what was taken. A crash leaves a
-    settings file that is whole, or none.
+    An evaluation of whatever version runs with what holds now: it may be asked for long after, with
+    data and rewards that were not there when the weights were made. Raises CorruptError if the
+    snapshot of the code is not what was taken. A crash leaves a settings file that is whole, or
+    none.
     """
-    settings = parse_settings(identity, control, at=at)
-    digest = code_digest_of(identity, control, at)
+    since = None if at.is_eval else at
+    settings = parse_settings(identity, control, at=since)
+    digest = code_digest_of(identity, control, since)
     if digest:
         check_snapshot(run, digest)
     return StageSettings(
-        path=str(_write_settings(run, control, at, settings)),
-        digest=settings_digest(settings),
+        path=str(_write_settings(run, control, since, settings)),
+        digest=settings_digest(settings, at.kind),
         code_dir=str(run.code_dir(digest)) if digest else "",
         same_versions=settings.versions == "same",
     )
 
 
-def _write_settings(run: RunDir, control: Control, at: StageRef, settings: Settings) -> Path:
+def _write_settings(run: RunDir, control: Control, at: StageRef | None, settings: Settings) -> Path:
     if not control.changes_until(at):
         return run.settings_path
     value = settings.model_dump(mode="json")

@@ -23,11 +23,13 @@ from slurm_rl.chain.halts import is_used_up
 from slurm_rl.chain.history import percentile, read_durations
 from slurm_rl.chain.late import check_not_gone, may_show_late, says_committed
 from slurm_rl.chain.observe import find_head, read_current, read_queue
+from slurm_rl.chain.outages import deferred_for
 from slurm_rl.chain.scheduler import JobState, QueuedJob
 from slurm_rl.chain.slots import slots_of, view_slot
-from slurm_rl.errors import CorruptError, SchedulerError, SlurmRlError, StorageError
+from slurm_rl.errors import CorruptError, SlurmRlError, StorageError
 from slurm_rl.launch.attempt import Attempt, AttemptOutcome
 from slurm_rl.launch.duty import Job, Runner, Timing
+from slurm_rl.launch.leaving import leave
 from slurm_rl.launch.stage_settings import StageSettings
 from slurm_rl.storage.claims import (
     new_token,
@@ -38,8 +40,8 @@ from slurm_rl.storage.claims import (
     try_claim,
 )
 from slurm_rl.storage.commits import read_commit
-from slurm_rl.storage.control import Control, read_control, write_pause
-from slurm_rl.storage.intents import is_cancelled, write_seen
+from slurm_rl.storage.control import Control, read_control
+from slurm_rl.storage.intents import write_seen
 from slurm_rl.types import Claim, Slot, StageRef
 
 logger = logging.getLogger(__name__)
@@ -48,10 +50,8 @@ logger = logging.getLogger(__name__)
 EXIT_DONE = 0
 #: It has not: stopped, failed, paused, or nothing to do (EX_TEMPFAIL: squeue tells people).
 EXIT_UNFINISHED = 75
-#: Why a job must end: its wall time.
-TIME_LIMIT = "time limit"
-#: How long a requeued job waits for Slurm to end it.
-_REQUEUE_WAIT_S = 120.0
+#: How often control is read while a service is waited for, which may take days.
+_OUTAGE_LOOK_S = 30.0
 
 Sleeps = Generator[float, None, int]
 
@@ -118,16 +118,25 @@ class Supervisor:
             if outcome is AttemptOutcome.LOST:
                 yield 1.0  # whoever won it may show here only in a while
             if outcome is AttemptOutcome.STOPPED:
-                yield from self._leave()
+                yield from leave(self)
                 return EXIT_UNFINISHED
             if outcome is AttemptOutcome.SUPERSEDED and self._is_reborn(slot):
                 return EXIT_UNFINISHED
-            if outcome in (AttemptOutcome.FAILED, AttemptOutcome.SUPERSEDED):
+            if self._ends_with(outcome, slot):
                 break
+        if self.job.stop and any(map(self._waits_out, self._own_slots())):
+            yield from leave(self)
+            return EXIT_UNFINISHED
         is_done = self._is_own_done()
         if not is_done or self._is_stage_done():
-            self._advance(leaving=True)
+            self.advance(leaving=True)
         return EXIT_DONE if is_done else EXIT_UNFINISHED
+
+    def _ends_with(self, outcome: AttemptOutcome, slot: Slot) -> bool:
+        """Whether what is left after an attempt is the next job's."""
+        if outcome is AttemptOutcome.DEFERRED:
+            return not self._waits_out(slot)
+        return outcome in (AttemptOutcome.FAILED, AttemptOutcome.SUPERSEDED)
 
     def _say_seen(self, intent: Path) -> None:
         try:
@@ -165,10 +174,14 @@ class Supervisor:
                 if self.monotonic() < sight and self._may_show_late(slots, control):
                     yield min(1.0, self.timing.heartbeat_s)
                     continue
-                own = self.job.link.stages
+                own = self._own_in_time(control)
                 check_not_gone(self.chain.run, self.chain.graph, control, slots, own)
                 logger.info("nothing to do: no stage that fits this job is runnable now")
                 return None
+            outage = next(filter(self._waits_out, slots), None)
+            if outage is not None:
+                yield min(_OUTAGE_LOOK_S, max(1.0, self._delay_s(outage, control)))
+                continue
             if self.monotonic() > deadline:
                 logger.info("%s is held by a live claim, or delayed; not waiting longer", slots[0])
                 return None
@@ -181,8 +194,7 @@ class Supervisor:
         run, graph = self.chain.run, self.chain.graph
         if any(says_committed(run, slot) for slot in slots):
             return True
-        own = self.job.link.stages
-        return may_show_late(run, graph, control, own)
+        return may_show_late(run, graph, control, self._own_in_time(control))
 
     def _runnable(self, control: Control) -> list[Slot]:
         """Uncommitted slots with committed parents that fit; the own ones first."""
@@ -202,12 +214,20 @@ class Supervisor:
         return sorted(found, key=lambda slot: slot not in own)
 
     def _window(self, control: Control) -> list[Link]:
-        """Links that this job may work on: from the first that is not complete to its own."""
+        """Links that this job may work on: from the first that is not complete to its own. An
+        evaluation's does nothing else."""
+        if self.job.link.anchor.is_eval:
+            return []
         graph, last = self.chain.graph, self.job.link.iteration
         first = find_head(self.chain.run, graph, control)
         return [link for i in range(first, last + 1) for link in graph.links(i)]
 
-    def _own_slots(self, control: Control) -> list[Slot]:
+    def _own_in_time(self, control: Control) -> list[StageRef]:
+        """Own stages that there is time for: what others need to run is not waited for here."""
+        return [ref for ref in self.job.link.stages if self._has_time_for(ref, control)]
+
+    def _own_slots(self, control: Control | None = None) -> list[Slot]:
+        control = control or read_control(self.chain.run)
         slots = [
             s for ref in self.job.link.stages for s in slots_of(self.chain.graph, control, ref)
         ]
@@ -226,6 +246,8 @@ class Supervisor:
         last = claims[-1]
         if says_committed(self.chain.run, slot):
             return False  # its COMMIT shows late, or is gone
+        if self._is_deferred(slot, last):
+            return self._delay_s(slot, control) <= 0.0
         if last.job_token == self.job.claim_token:
             # A requeue of this very job: its own earlier claim, unless there were enough of those.
             return self._delay_s(slot, control) < math.inf
@@ -243,9 +265,12 @@ class Supervisor:
         view = view_slot(self.chain.run, control, slot, (own,), self.chain.clock(), spec)
         if is_used_up(spec, view):
             return math.inf
+        if view.num_deferrals and spec.submits and slot not in self._own_slots(control):
+            return math.inf  # it has a job of its own, which asks for no more than it needs
         if not view.failures:
-            return 0.0
-        return spec.retry_delay_s * 2.0 ** (view.failures - 1) - view.since_failure_s
+            return deferred_for(view, spec)
+        retry_s = spec.retry_delay_s * 2.0 ** (view.failures - 1) - view.since_failure_s
+        return max(retry_s, deferred_for(view, spec))
 
     def _is_worth_waiting(self, slot: Slot, control: Control) -> bool:
         """Whether somebody's attempt at the slot may be alive; or, where jobs submit no jobs,
@@ -255,8 +280,22 @@ class Supervisor:
         is_others = last is not None and last.job_token != self.job.claim_token
         if last is not None and is_others and read_end(self.chain.run, slot, last) is None:
             return True
+        if last is not None and self._is_deferred(slot, last):
+            return self._waits_out(slot)
         waits = not self.chain.spec.submits
         return waits and self._delay_s(slot, control) <= self.timing.wait_s
+
+    def _is_deferred(self, slot: Slot, last: Claim) -> bool:
+        end = read_end(self.chain.run, slot, last)
+        return end is not None and end.outcome == "deferred"
+
+    def _waits_out(self, slot: Slot) -> bool:
+        """Whether this job stays until a service is back: where jobs submit no jobs, and it holds
+        no GPUs meanwhile. Elsewhere the next look has a job of its own."""
+        spec, last = self.chain.spec, read_latest_claim(self.chain.run, slot)
+        if spec.submits or spec.num_gpus(self.job.link) or last is None:
+            return False
+        return self._is_deferred(slot, last) and slot in self._own_slots()
 
     def _has_time_for(self, ref: StageRef, control: Control) -> bool:
         """Whether what is left of the job's time will do: for its own first stage always, for
@@ -312,7 +351,7 @@ class Supervisor:
         outcome = yield from attempt.run()
         return outcome
 
-    def _advance(self, *, leaving: bool) -> None:
+    def advance(self, *, leaving: bool) -> None:
         """Advance the chain; whatever goes wrong there must not fail the stage."""
         own = (self.job.token, self.job.task) if leaving else None
         try:
@@ -324,49 +363,9 @@ class Supervisor:
 
     def advance_beside(self) -> None:
         """Keep the window filled while the program works."""
-        self._advance(leaving=False)
+        self.advance(leaving=False)
 
     def _is_reborn(self, slot: Slot) -> bool:
         """Whether a later life of this very job has the slot: then the job goes on without us."""
         last = read_latest_claim(self.chain.run, slot)
         return last is not None and last.job_token == self.job.claim_token
-
-    # -- leaving ------------------------------------------------------------------------------
-
-    def _may_ask_for_more_time(self) -> bool:
-        ask = self.chain.asks.get(self.job.link.kinds[-1])
-        return ask is not None and ask.wall_time and self.chain.may_submit
-
-    def _leave(self) -> Generator[float, None, None]:
-        """Go back to the queue by itself; never with exit status 0.
-
-        On a default site a preemption reaches the program only, so its end is what tells us. A
-        `scancel` looks the same but for the job's state: that pauses the run.
-        """
-        if not self.job.job_id:
-            return
-        if self.job.stop == TIME_LIMIT and self._may_ask_for_more_time():
-            self._advance(leaving=True)  # a requeue would have the same limit again
-            return
-        try:
-            if is_cancelled(self.chain.run, self.job.token):
-                return  # by a command that knew what it did
-            if self.chain.scheduler.was_cancelled(self.job.job_id):
-                write_pause(self.chain.run, f"job {self.job.job_id} was cancelled by hand")
-                return
-            queue = read_queue(self.chain.scheduler, self.chain.spec.short_id) or ()
-            own = [j for j in queue if (j.token, j.task) == (self.job.token, self.job.task)]
-            if any(j.raw == "COMPLETING" for j in own):
-                return  # somebody is ending it already: a requeue brings it back by itself
-            # By name: an id may be somebody else's by now.
-            mine = any(j.job_id == self.job.job_id and j.state.may_be_at_work for j in own)
-            if mine and self.chain.scheduler.requeue(self.job.job_id):
-                logger.info("requeued; waiting for the scheduler to end this job")
-                waited = 0.0
-                while waited < _REQUEUE_WAIT_S:
-                    yield 1.0
-                    waited += 1.0
-                return
-        except SchedulerError as error:
-            logger.warning("requeue: %s", error)
-        self._advance(leaving=True)

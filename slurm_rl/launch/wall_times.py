@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slurm_rl.config.derive import STAGE_KINDS, stage_slurm, stage_time_s
+from slurm_rl.config.derive import (
+    slurm_sections,
+    stage_fallback,
+    stage_kinds,
+    stage_slurm,
+    stage_time_s,
+)
 from slurm_rl.config.problems import Path as Place
 from slurm_rl.config.problems import Problem
 from slurm_rl.config.schema import Settings
@@ -38,13 +44,12 @@ def find_too_long(settings: Settings, partitions: Sequence[Partition]) -> list[P
     """Stages whose wall time no partition of theirs gives. sbatch takes such a job on many sites
     (`EnforcePartLimits=NO`), and it then pends for ever (`PartitionTimeLimit`)."""
     problems = []
-    for kind in STAGE_KINDS:
-        own, shared = settings.stage(kind).slurm, settings.slurm
+    for kind in stage_kinds(settings):
         named = stage_slurm(settings, kind).get("partition")
         time_s = stage_time_s(settings, kind)
         where, text = _owner_of_time(settings, kind)
         found = _judge_length(named, time_s, partitions, where, text)
-        fallback = own.fallback or shared.fallback
+        fallback = stage_fallback(settings, kind)
         if found is None and fallback is not None and fallback.partition is not None:
             found = _judge_length(fallback.partition, time_s, partitions, where, text)
         if found is not None and found not in problems:
@@ -71,13 +76,16 @@ def _judge_length(
 
 def _owner_of_time(settings: Settings, kind: str) -> tuple[Place, str | None]:
     """The key that a stage's wall time was set with, and what it says."""
-    own, shared = settings.stage(kind).slurm, settings.slurm
-    is_auto = stage_slurm(settings, kind).get("time") == "auto"
-    name = "time_max" if is_auto else "time"
-    value = getattr(own, name)
-    if value is not None or kind == "tick":
-        return (kind, "slurm", name), value or stage_slurm(settings, kind).get("time")
-    return ("slurm", name), getattr(shared, name)
+    options = stage_slurm(settings, kind)
+    name = "time_max" if options.get("time") == "auto" else "time"
+    sections = slurm_sections(settings, kind)
+    if kind == "tick":
+        sections = sections[:1]
+    for place, section in sections:
+        if getattr(section, name) is not None:
+            return (*place, name), getattr(section, name)
+    place, _ = sections[-1]
+    return (*place, name), options.get("time") if kind == "tick" else None
 
 
 def format_limit(seconds: int) -> str:
@@ -107,7 +115,7 @@ def check_wall_times(settings: Settings) -> list[Problem]:
     if not problems:
         return []
     qos = read_qos(timeout_s=_TIMEOUT_S)
-    named = {str(stage_slurm(settings, kind).get("qos") or "") for kind in STAGE_KINDS}
+    named = {str(stage_slurm(settings, kind).get("qos") or "") for kind in stage_kinds(settings)}
     return [] if may_lift_limits(named - {""}, qos) else problems
 
 

@@ -1,157 +1,240 @@
-"""Groups from their plan to rewarded samples: what is asked of the engine, and what comes back.
+"""Groups before and after generation: seeds, keys, requests, and completions as samples. Pure.
 
-Owns the seeds of samples, the key under which a group is journalled, and the rule that a
-sample of other weights is an error. Engines, rewards and the journal are its collaborators.
+Owns what a group is asked with, the key under which it is journalled, and the rule that a sample
+of other weights, or without tokens, is an error.
 """
 
 from __future__ import annotations
 
-import logging
-from collections import deque
-from collections.abc import Iterable
-from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from slurm_rl.config.derive import settings_digest
+from slurm_rl.config.rollout_schema import Overrides
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import EngineError
-from slurm_rl.rollout.engine import Completion, Engine, Request, Sampling, Weights
-from slurm_rl.rollout.journal import Journal, read_journals
-from slurm_rl.rollout.prompts import Visit
-from slurm_rl.rollout.rewards import Rewarder
+from slurm_rl.rollout.data import Visit
+from slurm_rl.rollout.engine import Completion, Request, Sampling, Weights
+from slurm_rl.rollout.fast_json import dumps
 from slurm_rl.rollout.samples import Sample
 from slurm_rl.seeds import derive_seed
-from slurm_rl.storage.digest import digest_value
+from slurm_rl.storage.digest import digest_bytes, digest_value
 from slurm_rl.types import Order
 
-log = logging.getLogger(__name__)
+#: What a data set's `Overrides` may say of sampling -> the field of `Sampling`.
+_SAMPLING = {
+    "rollout_max_response_len": "max_new_tokens",
+    "rollout_temperature": "temperature",
+    "rollout_top_p": "top_p",
+    "rollout_top_k": "top_k",
+    "rollout_min_p": "min_p",
+    "rollout_stop": "stop",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedGroup:
-    """A group before it is generated. `key` digests all that its samples depend on."""
+    """A group before it is generated.
+
+    key:     digests all that its samples depend on.
+    carried: its samples as an earlier rollout left them; () for a new group. The request asks for
+             those that were cut off, whose places are `asked`.
+    """
 
     visit: Visit
     request: Request
+    sampling: Sampling
     key: str
+    carried: tuple[Sample, ...] = ()
+    asked: tuple[int, ...] = ()
+
+    @property
+    def group_index(self) -> int:
+        return self.visit.group_index
 
 
-def plan_groups(
-    visits: Iterable[Visit], *, order: Order, settings: Settings, weights: Weights
-) -> list[PlannedGroup]:
-    """Requests and seeds of each visit: functions of the config's seed and the place in the run.
+class Planner:
+    """Turns visits into planned groups: a function of the settings, the weights and the place.
 
-    The keys hold the settings and the user's code too: a reward that was mended is another one.
+    overrides: data set -> what it sets for itself. `made_from` is the part of every key that all
+    groups of a rollout share. context_len: most tokens of prompt and response together.
     """
-    rollout = settings.rollout
-    shared = {
-        "weights": weights.digest,
-        "version": weights.version,
-        "sampling": asdict(plan_sampling(settings)),
-        "reward": [rollout.rm_type, rollout.custom_rm_path, Path(order.code_dir).name],
-        "settings": settings_digest(settings),
-    }
-    planned = []
-    for visit in visits:
-        seeds = tuple(
-            derive_seed(settings.seed, "sample", order.iteration, visit.group_index, k)
-            for k in range(rollout.n_samples_per_prompt)
-        )
-        request = Request(visit.group_index, visit.tokens, seeds)
-        made_from = shared | {"request": asdict(request), "prompt": asdict(visit.prompt)}
-        planned.append(PlannedGroup(visit, request, digest_value(made_from)))
-    return planned
-
-
-def plan_sampling(settings: Settings) -> Sampling:
-    """The run's sampling parameters as the engines take them."""
-    rollout = settings.rollout
-    return Sampling(
-        max_new_tokens=rollout.rollout_max_response_len,
-        temperature=rollout.rollout_temperature,
-        top_p=rollout.rollout_top_p,
-        top_k=rollout.rollout_top_k,
-        stop=tuple(rollout.rollout_stop),
-        stop_token_ids=tuple(rollout.rollout_stop_token_ids),
-    )
-
-
-def take_over(plan: Iterable[PlannedGroup], attempts: Iterable[str]) -> dict[str, list[Sample]]:
-    """Groups of the plan that an earlier attempt finished, by key."""
-    found = read_journals(attempts)
-    taken = {group.key: found[group.key] for group in plan if group.key in found}
-    if taken:
-        log.info("takes over %d finished groups from earlier attempts", len(taken))
-    return taken
-
-
-class Collector:
-    """Turns completions into rewarded, journalled groups."""
 
     def __init__(
-        self, plan: Iterable[PlannedGroup], *, weights: Weights, tokenizer: Any, path: Path
+        self,
+        order: Order,
+        settings: Settings,
+        weights: Weights,
+        *,
+        overrides: dict[str, Overrides],
+        purpose: tuple[int | str, ...],
+        context_len: int | None = None,
     ) -> None:
-        self._plan = {group.request: group for group in plan}
-        self._weights = weights
-        self._tokenizer = tokenizer
-        self._path = path
-        self._waiting: deque[tuple[str, list[Sample], Future[list[float]]]] = deque()
-        self._done: list[list[Sample]] = []
-
-    def run(self, engine: Engine, sampling: Sampling, rewarder: Rewarder) -> list[list[Sample]]:
-        """Every planned group, rewarded, in the order in which they were finished."""
-        with Journal(self._path) as journal:
-            for request, completions in engine.generate(list(self._plan), sampling):
-                group = self._plan[request]
-                samples = make_samples(
-                    group, completions, weights=self._weights, tokenizer=self._tokenizer
-                )
-                self._waiting.append((group.key, samples, rewarder.submit(samples)))
-                self._collect(journal, wait=False)
-            self._collect(journal, wait=True)
-        return self._done
-
-    def _collect(self, journal: Journal, *, wait: bool) -> None:
-        # In order of arrival; a slow reward holds up the journal, not the generation.
-        while self._waiting and (wait or self._waiting[0][2].done()):
-            key, samples, future = self._waiting.popleft()
-            rewarded = [
-                replace(sample, reward=reward)
-                for sample, reward in zip(samples, future.result(), strict=True)
-            ]
-            journal.append(key, rewarded)
-            self._done.append(rewarded)
-
-
-def make_samples(
-    group: PlannedGroup, completions: Iterable[Completion], *, weights: Weights, tokenizer: Any
-) -> list[Sample]:
-    """Completions as samples without reward. EngineError if one is of other weights, was
-    aborted, or has no tokens."""
-    samples = []
-    for index, completion in enumerate(completions):
-        if completion.label != weights.label:
-            raise EngineError(f"a sample of {completion.label}, not of {weights.label}")
-        if completion.finish == "abort" or not completion.tokens:
-            raise EngineError(f"group {group.visit.group_index}: the engine gave no whole answer")
-        tokens = completion.tokens
-        samples.append(
-            Sample(
-                group_index=group.visit.group_index,
-                sample_index=index,
-                prompt_tokens=group.visit.tokens,
-                response_tokens=tokens,
-                rollout_logprobs=completion.logprobs,
-                loss_mask=(1,) * len(tokens),
-                prompt=group.visit.prompt.prompt,
-                response=tokenizer.decode(tokens, skip_special_tokens=True),
-                label=group.visit.prompt.label,
-                status="truncated" if completion.finish == "length" else "completed",
-                weights_version=weights.version,
-                seed=group.request.seeds[index],
-                metadata=group.visit.prompt.metadata,
-            )
+        self._seed, self._purpose = settings.seed, purpose
+        self._context_len = context_len
+        self._sampling = {name: plan_sampling(settings, own) for name, own in overrides.items()}
+        self._nums = {
+            name: own.n_samples_per_prompt or settings.rollout.n_samples_per_prompt
+            for name, own in overrides.items()
+        }
+        self.made_from = digest_value(
+            {
+                "weights": weights.digest,
+                "version": weights.version,
+                "purpose": list(purpose),
+                # A reward that was mended is another one.
+                "code": Path(order.code_dir).name,
+                "settings": settings_digest(settings),
+                "overrides": {name: own.model_dump() for name, own in overrides.items()},
+            }
         )
-    return samples
+
+    def plan(self, visit: Visit) -> PlannedGroup:
+        """A new group."""
+        name, index = visit.prompt.data_set, visit.group_index
+        seeds = tuple(
+            derive_seed(self._seed, *self._purpose, index, k) for k in range(self._nums[name])
+        )
+        request = Request(index, visit.tokens, seeds)
+        return self._finish(PlannedGroup(visit, request, self._limit(visit), ""))
+
+    def resume(self, visit: Visit, carried: Sequence[Sample]) -> PlannedGroup:
+        """A group that an earlier rollout did not finish; `carried` are all of its samples."""
+        sampling = self._limit(visit)
+        limit = sampling.max_new_tokens
+        asked = tuple(
+            place
+            for place, sample in enumerate(carried)
+            if sample.status == "aborted" and sample.response_length < limit
+        )
+        request = Request(
+            visit.group_index,
+            visit.tokens,
+            tuple(carried[place].seed for place in asked),
+            tuple(carried[place].response_tokens for place in asked),
+        )
+        return self._finish(PlannedGroup(visit, request, sampling, "", tuple(carried), asked))
+
+    def _limit(self, visit: Visit) -> Sampling:
+        """The sampling of a visit: no response may leave the context."""
+        sampling = self._sampling[visit.prompt.data_set]
+        if self._context_len is None:
+            return sampling
+        room = self._context_len - len(visit.tokens)
+        if room >= sampling.max_new_tokens:
+            return sampling
+        return replace(sampling, max_new_tokens=max(1, room))
+
+    def _finish(self, group: PlannedGroup) -> PlannedGroup:
+        visit, request = group.visit, group.request
+        parts = [
+            self.made_from,
+            visit.group_index,
+            visit.prompt.data_set,
+            visit.prompt.prompt,
+            visit.prompt.label,
+            visit.prompt.metadata,
+            request.prompt_tokens,
+            request.seeds,
+            group.carried,
+        ]
+        return replace(group, key=digest_bytes(dumps(parts)))
+
+
+def plan_sampling(settings: Settings, own: Overrides) -> Sampling:
+    """The sampling parameters of a data set: its own, else the rollout's."""
+    rollout = settings.rollout
+    values: dict[str, Any] = {"stop_token_ids": tuple(rollout.rollout_stop_token_ids)}
+    for name, field in _SAMPLING.items():
+        value = getattr(own, name)
+        value = getattr(rollout, name) if value is None else value
+        values[field] = tuple(value) if isinstance(value, list) else value
+    return Sampling(**values)
+
+
+class Finisher:
+    """Turns completions into samples. `masks_old`: tokens of earlier weights are not trained on."""
+
+    def __init__(self, weights: Weights, tokenizer: Any, *, masks_old: bool = False) -> None:
+        self._weights = weights
+        self._masks_old = masks_old
+        self._decode = make_decode(tokenizer)
+
+    def finish(self, group: PlannedGroup, completions: Sequence[Completion]) -> list[Sample]:
+        """The samples of a group without reward, after what was carried over.
+
+        One that was cut off has the status `aborted`. EngineError for one that is of other
+        weights, or that has no tokens though it was not cut off.
+        """
+        for completion in completions:
+            if completion.label != self._weights.label:
+                raise EngineError(f"a sample of {completion.label}, not of {self._weights.label}")
+            if completion.finish != "abort" and not completion.tokens:
+                raise EngineError(f"group {group.group_index}: the engine gave no whole answer")
+        if not group.carried:
+            texts = self._decode([found.tokens for found in completions])
+            made = zip(completions, texts, strict=True)
+            return [self._make(group, k, found, text) for k, (found, text) in enumerate(made)]
+        new = dict(zip(group.asked, completions, strict=True))
+        return [self._go_on(group, had, new.get(k)) for k, had in enumerate(group.carried)]
+
+    def _make(self, group: PlannedGroup, index: int, found: Completion, text: str) -> Sample:
+        prompt = group.visit.prompt
+        return Sample(
+            group_index=group.group_index,
+            sample_index=index,
+            prompt_tokens=group.visit.tokens,
+            response_tokens=found.tokens,
+            rollout_logprobs=found.logprobs,
+            loss_mask=(1,) * len(found.tokens),
+            prompt=prompt.prompt,
+            response=text,
+            label=prompt.label,
+            status=_STATUS[found.finish],
+            weights_version=self._weights.version,
+            seed=group.request.seeds[index],
+            metadata=prompt.metadata,
+            data_set=prompt.data_set,
+        )
+
+    def _go_on(self, group: PlannedGroup, had: Sample, found: Completion | None) -> Sample:
+        """A carried sample after its continuation; without one it was at its end already."""
+        version = self._weights.version
+        versions = had.token_versions or (had.weights_version,) * had.response_length
+        tokens, logprobs = had.response_tokens, had.rollout_logprobs
+        status = "truncated" if had.status == "aborted" else had.status
+        mask = (0,) * had.response_length if self._masks_old else had.loss_mask
+        if found is not None:
+            tokens, logprobs = tokens + found.tokens, logprobs + found.logprobs
+            versions = versions + (version,) * len(found.tokens)
+            mask = mask + (1,) * len(found.tokens)
+            status = _STATUS[found.finish]
+        return replace(
+            had,
+            response_tokens=tokens,
+            rollout_logprobs=logprobs,
+            loss_mask=mask,
+            response=self._decode([tokens])[0],
+            status=status,
+            weights_version=version,
+            token_versions=versions,
+            reward=None,
+            rewards={},
+        )
+
+
+def make_decode(tokenizer: Any) -> Callable[[Sequence[Sequence[int]]], list[str]]:
+    """A function from several samples' tokens to their texts, special tokens left out.
+
+    The fast tokenizers' own batch call costs a fifth of `decode` for each, and says the same where
+    nothing is cleaned up afterwards.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", True):
+        return lambda many: [tokenizer.decode(one, skip_special_tokens=True) for one in many]
+    return lambda many: backend.decode_batch(many, skip_special_tokens=True)
+
+
+_STATUS = {"stop": "completed", "length": "truncated", "abort": "aborted"}

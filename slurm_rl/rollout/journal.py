@@ -1,32 +1,56 @@
 """The journal of a rollout attempt: one line a finished group, so that a kill loses little.
 
-Owns `journal.jsonl` in the attempt directory. Each line is `<digest> <json>`; lines are
-appended whole and fsynced once a second. A later attempt of the same stage takes over the
-groups of the earlier ones. The journal is never committed: at the end its groups are sealed
-into `samples.safetensors` and `samples.jsonl`.
+Owns `journal.jsonl` in the attempt directory. Each line is (the tab is one, and in none of the
+parts)
 
-What a crash may lose: groups of the last second. A torn last line is normal and ignored; a
-line that is damaged elsewhere is reported, and its group is generated again. `key` digests
-all that a group depends on (weights, sampling, prompt, seeds, reward), so that a group which
-was made from anything else is never taken over.
+    <digest> {"key": …, "group_index": …, "outcome": …, "keep": …, "reason": …}<tab>[samples]
+
+so that whoever only wants to know what is done need not parse the samples. Lines are appended
+whole and fsynced once a second. Later attempts of the stage, and its other shards, take groups
+over from here. The journal is never committed: at the end its groups are sealed (`sealing.py`).
+
+What a crash may lose: groups of the last second. A torn last line is normal and ignored; a line
+that is damaged elsewhere is reported, and its group is generated again. `key` digests all that a
+group depends on, so that a group which was made from anything else is never taken over.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from slurm_rl.rollout.fast_json import dumps, loads
 from slurm_rl.rollout.samples import Sample
 from slurm_rl.storage.digest import digest_bytes
 from slurm_rl.storage.fs import POSIX, Fs
-from slurm_rl.types import JOURNAL_NAME, canonical_json
+from slurm_rl.types import JOURNAL_NAME
 
 log = logging.getLogger(__name__)
+
+Outcome = Literal["graded", "dropped", "ungraded"]
+_TUPLES = ("prompt_tokens", "response_tokens", "rollout_logprobs", "loss_mask", "token_versions")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a line says of its group, and where its samples lie.
+
+    outcome: `graded`, `dropped` (its reward failed) or `ungraded` (a service is down).
+    keep:    whether it may be trained on: it was not dropped, and passed the filter; else `reason`.
+    """
+
+    key: str
+    group_index: int
+    outcome: Outcome
+    keep: bool
+    reason: str
+    path: Path
+    offset: int
+    size_bytes: int
 
 
 class Journal:
@@ -36,6 +60,7 @@ class Journal:
         self._path = path
         self._fs = fs
         self._interval_s = interval_s
+        self._size = 0
         self._dirty = threading.Event()
         self._closing = threading.Event()
         self._failure: Exception | None = None
@@ -52,12 +77,24 @@ class Journal:
         self._thread.join()
         self._sync()
 
-    def append(self, key: str, samples: Iterable[Sample]) -> None:
+    def append(
+        self,
+        key: str,
+        samples: Sequence[Sample],
+        *,
+        outcome: Outcome = "graded",
+        keep: bool = True,
+        reason: str = "",
+    ) -> Entry:
         """Add a finished group. On return it is with the operating system, not yet on the disk."""
         if self._failure is not None:
             raise self._failure
-        self._fs.append(self._path, render_line(key, samples))
+        line = render_line(key, samples, outcome=outcome, keep=keep, reason=reason)
+        self._fs.append(self._path, line)
         self._dirty.set()
+        offset, self._size = self._size, self._size + len(line)
+        index = samples[0].group_index
+        return Entry(key, index, outcome, keep, reason, self._path, offset, len(line))
 
     def _sync_often(self) -> None:
         while not self._closing.wait(self._interval_s):
@@ -73,42 +110,89 @@ class Journal:
             self._fs.fsync(self._path)
 
 
-def render_line(key: str, samples: Iterable[Sample]) -> bytes:
+def render_line(
+    key: str,
+    samples: Sequence[Sample],
+    *,
+    outcome: Outcome = "graded",
+    keep: bool = True,
+    reason: str = "",
+) -> bytes:
     """One group as a line of the journal."""
-    body = canonical_json({"key": key, "samples": [dataclasses.asdict(s) for s in samples]})
+    head = {
+        "key": key,
+        "group_index": samples[0].group_index,
+        "outcome": outcome,
+        "keep": keep,
+        "reason": reason,
+    }
+    body = dumps(head) + b"\t" + dumps(samples)
     return digest_bytes(body).encode() + b" " + body + b"\n"
 
 
-def parse_line(line: bytes) -> tuple[str, list[Sample]] | None:
-    """A line (without its end) as key and samples; None if it is not what was written."""
+def parse_head(line: bytes) -> dict[str, Any] | None:
+    """The head of a line (without its end); None if the line is not what was written."""
     digest, _, body = line.partition(b" ")
     if digest != digest_bytes(body).encode():
         return None
-    raw = json.loads(body)
-    return raw["key"], [_parse_sample(entry) for entry in raw["samples"]]
+    head: dict[str, Any] = loads(body.partition(b"\t")[0])
+    return head
 
 
-def read_journals(attempt_dirs: Iterable[str], *, fs: Fs = POSIX) -> dict[str, list[Sample]]:
-    """Finished groups of earlier attempts, by key. Later attempts win over earlier ones."""
-    found: dict[str, list[Sample]] = {}
-    for folder in attempt_dirs:
-        path = Path(folder) / JOURNAL_NAME
-        try:
-            data = fs.read(path)
-        except FileNotFoundError:
-            continue
-        lines = data.split(b"\n")
-        if lines.pop():
-            log.info("%s ends in the middle of a line: the attempt was killed there", path)
-        for number, line in enumerate(lines, 1):
-            group = parse_line(line)
-            if group is None:
+def parse_samples(line: bytes) -> list[Sample]:
+    """The samples of a line that `parse_head` found whole."""
+    return [parse_sample(entry) for entry in loads(line.partition(b"\t")[2])]
+
+
+def parse_sample(entry: dict[str, Any]) -> Sample:
+    """A sample from its fields as JSON has them."""
+    for name in _TUPLES:
+        entry[name] = tuple(entry[name])
+    return Sample(**entry)
+
+
+def read_group(entry: Entry) -> list[Sample] | None:
+    """The samples of a finished group; None if its line is not there any more as it was."""
+    try:
+        line = _read(entry.path, entry.offset, entry.size_bytes).rstrip(b"\n")
+    except OSError:
+        return None
+    head = parse_head(line)
+    return parse_samples(line) if head is not None and head["key"] == entry.key else None
+
+
+class JournalReader:
+    """Follows the journals of some attempts: each `poll` tells what was appended since the last."""
+
+    def __init__(self) -> None:
+        self._offsets: dict[Path, int] = {}
+        self._lines: dict[Path, int] = {}
+
+    def poll(self, attempt_dirs: Iterable[Path]) -> Iterator[Entry]:
+        """Entries of new whole lines. A journal that cannot be read now is read the next time."""
+        for folder in attempt_dirs:
+            path = folder / JOURNAL_NAME
+            offset = self._offsets.get(path, 0)
+            try:
+                data = _read(path, offset)
+            except OSError:
+                continue
+            yield from self._parse(path, offset, data)
+
+    def _parse(self, path: Path, offset: int, data: bytes) -> Iterator[Entry]:
+        number = self._lines.get(path, 0)
+        for line in data.split(b"\n")[:-1]:  # the last one is empty, or not finished yet
+            head, number, size = parse_head(line), number + 1, len(line) + 1
+            if head is None:
                 log.warning("%s:%d is damaged; its group is generated again", path, number)
             else:
-                found[group[0]] = group[1]
-    return found
+                yield Entry(**head, path=path, offset=offset, size_bytes=size)
+            offset += size
+        self._offsets[path], self._lines[path] = offset, number
 
 
-def _parse_sample(entry: dict[str, Any]) -> Sample:
-    names = ("prompt_tokens", "response_tokens", "rollout_logprobs", "loss_mask")
-    return Sample(**(entry | {name: tuple(entry[name]) for name in names}))
+def _read(path: Path, offset: int, size_bytes: int = -1) -> bytes:
+    # Opened anew each time: that is when a network file system looks for what others wrote.
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return file.read(size_bytes)

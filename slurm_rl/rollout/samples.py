@@ -5,14 +5,16 @@ training needs; the lines hold what a person wants to read. It knows nothing of 
 rewards or torch.
 
     samples.safetensors                        samples.jsonl, one line a sample
-      tokens            int32[T]                 group_index, index, prompt, response,
-      prompt_lengths    int32[B]                 label, reward, status, weights_version,
-      response_lengths  int32[B]                 seed, metadata
+      tokens            int32[T]                 group_index, index, rollout_index, data_set,
+      prompt_lengths    int32[B]                 prompt, response, label, reward, rewards, status,
+      response_lengths  int32[B]                 weights_version, seed, metadata
       rollout_logprobs  float32[R]
       loss_mask         uint8[R]
-      rewards           float32[B]
+      token_versions    int32[R]
+      rewards           float32[B]             NaN: not graded yet
       group_index       int64[B]
       sample_index      int64[B]
+      rollout_index     int64[B]
       weights_version   int32[B]
       truncated         uint8[B]
 
@@ -21,8 +23,10 @@ Legend: B samples, T prompt and response tokens of all samples, R response token
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +50,11 @@ _DTYPES = {
     "response_lengths": np.int32,
     "rollout_logprobs": np.float32,
     "loss_mask": np.uint8,
+    "token_versions": np.int32,
     "rewards": np.float32,
     "group_index": np.int64,
     "sample_index": np.int64,
+    "rollout_index": np.int64,
     "weights_version": np.int32,
     "truncated": np.uint8,
 }
@@ -62,6 +68,12 @@ class Sample:
     sample_index:     place in the group, from 0.
     rollout_logprobs: of the response's tokens, after temperature, before top-k and top-p.
     loss_mask:        1 where a response token is trained on.
+    reward:           what is trained on; None until it is graded. `rewards` holds its parts.
+    weights_version:  that finished it. token_versions: of each response token; () where all are
+                      of `weights_version`.
+    rollout_index:    samples of one group that share it are parts of one conversation, and count
+                      as one rollout; -1: the sample is a rollout of its own.
+    status:           see STATUSES.
 
     Example: `Sample(7, 0, (5, 6), (9, 2), (-0.1, -0.7), (1, 1), prompt="ab", response="c")`.
     """
@@ -80,6 +92,33 @@ class Sample:
     weights_version: int = 0
     seed: int = 0
     metadata: dict[str, Any] = field(default_factory=dict)
+    rewards: dict[str, float] = field(default_factory=dict)
+    token_versions: tuple[int, ...] = ()
+    rollout_index: int = -1
+    data_set: str = "data"
+
+    def graded(self, reward: float | None, rewards: dict[str, float]) -> Sample:
+        """The same sample with its reward; a hundred thousand of these are made in a second."""
+        return Sample(
+            self.group_index,
+            self.sample_index,
+            self.prompt_tokens,
+            self.response_tokens,
+            self.rollout_logprobs,
+            self.loss_mask,
+            self.prompt,
+            self.response,
+            self.label,
+            reward,
+            self.status,
+            self.weights_version,
+            self.seed,
+            self.metadata,
+            rewards,
+            self.token_versions,
+            self.rollout_index,
+            self.data_set,
+        )
 
     @property
     def index(self) -> int:
@@ -104,9 +143,11 @@ class SampleBatch:
     response_lengths: NDArray[np.int32]
     rollout_logprobs: NDArray[np.float32]
     loss_mask: NDArray[np.uint8]
+    token_versions: NDArray[np.int32]
     rewards: NDArray[np.float32]
     group_index: NDArray[np.int64]
     sample_index: NDArray[np.int64]
+    rollout_index: NDArray[np.int64]
     weights_version: NDArray[np.int32]
     truncated: NDArray[np.uint8]
 
@@ -138,23 +179,49 @@ def write_samples(root: Path, samples: Iterable[Sample], *, fs: Fs = POSIX) -> l
 
 
 def pack_samples(samples: Sequence[Sample]) -> SampleBatch:
-    """Samples as arrays, in the order given. Every sample has its reward."""
-    responses = [len(s.response_tokens) for s in samples]
-    values: dict[str, list[Any]] = {
-        "tokens": [token for s in samples for token in s.tokens],
+    """Samples as arrays, in the order given; a reward of None is NaN."""
+    lengths = np.fromiter((len(s.response_tokens) for s in samples), np.int32, len(samples))
+    tokens = chain.from_iterable(chain(s.prompt_tokens, s.response_tokens) for s in samples)
+    versions = (
+        s.token_versions or repeat(s.weights_version, len(s.response_tokens)) for s in samples
+    )
+    values: dict[str, Iterable[Any]] = {
+        "tokens": tokens,
         "prompt_lengths": [len(s.prompt_tokens) for s in samples],
-        "response_lengths": responses,
-        "rollout_logprobs": [value for s in samples for value in s.rollout_logprobs],
-        "loss_mask": [value for s in samples for value in s.loss_mask],
-        "rewards": [s.reward for s in samples],
+        "response_lengths": lengths,
+        "rollout_logprobs": chain.from_iterable(s.rollout_logprobs for s in samples),
+        "loss_mask": chain.from_iterable(s.loss_mask for s in samples),
+        "token_versions": chain.from_iterable(versions),
+        "rewards": [math.nan if s.reward is None else s.reward for s in samples],
         "group_index": [s.group_index for s in samples],
         "sample_index": [s.sample_index for s in samples],
+        "rollout_index": [
+            s.sample_index if s.rollout_index < 0 else s.rollout_index for s in samples
+        ],
         "weights_version": [s.weights_version for s in samples],
         "truncated": [s.status == "truncated" for s in samples],
     }
-    assert len(values["rollout_logprobs"]) == len(values["loss_mask"]) == sum(responses)
-    assert None not in values["rewards"]
-    return SampleBatch(**{k: np.asarray(v, dtype=_DTYPES[k]) for k, v in values.items()})
+    arrays = {name: np.fromiter(value, _DTYPES[name]) for name, value in values.items()}
+    num_tokens = int(lengths.sum())
+    for name in ("rollout_logprobs", "loss_mask", "token_versions"):
+        assert len(arrays[name]) == num_tokens, name
+    return SampleBatch(**arrays)
+
+
+def write_tensors(root: Path, batch: SampleBatch, *, fs: Fs = POSIX) -> list[str]:
+    """Write the arrays alone below `root`, in the order that they have; the names of the files."""
+    fs.create(root / TENSORS_NAME, save(_arrays(batch)))
+    return [TENSORS_NAME]
+
+
+def as_version(batch: SampleBatch, version: int) -> SampleBatch:
+    """The samples as if `version` had finished them all; earlier tokens stay as much earlier."""
+    shift = np.repeat(version - batch.weights_version, batch.response_lengths)
+    return replace(
+        batch,
+        weights_version=np.full_like(batch.weights_version, version),
+        token_versions=np.maximum(batch.token_versions + shift, 0).astype(np.int32),
+    )
 
 
 def read_samples(paths: Iterable[str | Path]) -> SampleBatch:
@@ -163,11 +230,34 @@ def read_samples(paths: Iterable[str | Path]) -> SampleBatch:
     Raises CorruptError naming the file if a tensor is missing, of another type, or does not
     fit the lengths.
     """
-    batches = [_read_tensors(Path(path)) for path in paths]
-    joined = SampleBatch(
-        **{name: np.concatenate([getattr(b, name) for b in batches]) for name in _DTYPES}
+    joined = join_samples([_read_tensors(Path(path)) for path in paths])
+    return take_samples(joined, training_order(joined))
+
+
+def join_samples(batches: Sequence[SampleBatch]) -> SampleBatch:
+    """All samples of `batches`, in the order given."""
+    return SampleBatch(
+        **{
+            name: np.concatenate([np.zeros(0, dtype), *(getattr(b, name) for b in batches)])
+            for name, dtype in _DTYPES.items()
+        }
     )
-    return _take(joined, np.lexsort((joined.sample_index, joined.group_index)))
+
+
+def training_order(batch: SampleBatch) -> NDArray[np.intp]:
+    """Numbers of the samples by group, then by their place in it."""
+    return np.lexsort((batch.sample_index, batch.group_index))
+
+
+def take_samples(batch: SampleBatch, order: NDArray[np.intp]) -> SampleBatch:
+    """Samples number `order[0]`, `order[1]`, … of `batch`: some of them, or in another order."""
+    taken = {name: getattr(batch, name)[order] for name in _PER_SAMPLE}
+    whole = batch.prompt_lengths + batch.response_lengths
+    taken["tokens"] = batch.tokens[_gather(whole, order)]
+    responses = _gather(batch.response_lengths, order)
+    for name in _PER_RESPONSE_TOKEN:
+        taken[name] = getattr(batch, name)[responses]
+    return SampleBatch(**taken)
 
 
 def _read_tensors(path: Path) -> SampleBatch:
@@ -180,32 +270,28 @@ def _read_tensors(path: Path) -> SampleBatch:
             raise CorruptError(f"{path}: tensor {name} is missing or not {np.dtype(dtype)}")
     batch = SampleBatch(**{name: arrays[name] for name in _DTYPES})
     num_response_tokens = int(batch.response_lengths.sum())
+    per_token = {len(arrays[name]) for name in _PER_RESPONSE_TOKEN}
     consistent = (
         len({len(arrays[name]) for name in _PER_SAMPLE}) == 1
         and len(batch.tokens) == int(batch.prompt_lengths.sum()) + num_response_tokens
-        and len(batch.rollout_logprobs) == len(batch.loss_mask) == num_response_tokens
+        and per_token == {num_response_tokens}
     )
     if not consistent:
         raise CorruptError(f"{path}: the tensors' lengths do not fit each other")
     return batch
 
 
-_PER_TOKEN = {"tokens", "rollout_logprobs", "loss_mask"}
-_PER_SAMPLE = [name for name in _DTYPES if name not in _PER_TOKEN]
+_PER_RESPONSE_TOKEN = ("rollout_logprobs", "loss_mask", "token_versions")
+_PER_SAMPLE = [name for name in _DTYPES if name not in ("tokens", *_PER_RESPONSE_TOKEN)]
 
 
-def _take(batch: SampleBatch, order: NDArray[np.intp]) -> SampleBatch:
-    lengths = batch.prompt_lengths + batch.response_lengths
-    tokens = np.split(batch.tokens, np.cumsum(lengths)[:-1])
-    bounds = np.cumsum(batch.response_lengths)[:-1]
-    logprobs = np.split(batch.rollout_logprobs, bounds)
-    masks = np.split(batch.loss_mask, bounds)
-    per_sample = {name: getattr(batch, name)[order] for name in _PER_SAMPLE}
-    return SampleBatch(
-        tokens=np.concatenate([tokens[i] for i in order]),
-        rollout_logprobs=np.concatenate([logprobs[i] for i in order]),
-        loss_mask=np.concatenate([masks[i] for i in order]),
-        **per_sample,
+def _gather(lengths: NDArray[np.int32], order: NDArray[np.intp]) -> NDArray[np.int64]:
+    """Where the elements of items of these lengths, laid end to end, lie in another order."""
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    chosen = lengths[order]
+    ends = np.cumsum(chosen, dtype=np.int64)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(
+        starts[order] - ends + chosen, chosen
     )
 
 
@@ -214,5 +300,8 @@ def _arrays(batch: SampleBatch) -> dict[str, NDArray[Any]]:
 
 
 def _line(sample: Sample) -> dict[str, Any]:
-    names = "group_index prompt response label reward status weights_version seed metadata".split()
+    names = (
+        "group_index rollout_index data_set prompt response label reward rewards status"
+        " weights_version seed metadata"
+    ).split()
     return {"index": sample.sample_index} | {name: getattr(sample, name) for name in names}

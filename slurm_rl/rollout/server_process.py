@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 import secrets
 import signal
 import socket
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _PORT_RANGE_PATH = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 10_000
+#: How a traceback ends: `torch.OutOfMemoryError: CUDA out of memory`.
+_RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception)\b(: |$)")
 #: setproctitle, which servers use to name their workers, overwrites the environment that
 #: /proc shows, and with it our token, unless told not to.
 _KEEP_ENVIRON = {"SPT_NOENV": "1"}
@@ -135,14 +138,16 @@ def find_free_port(*, avoid: frozenset[int] = frozenset()) -> int:
 
 
 def read_last_error(log_path: Path, *, size_bytes: int = 65536) -> str:
-    """The last line of a log that names an error, else its last line."""
+    """The last line of a log that ends a traceback, else the last that names an error, else the
+    last. What a program says after its error is often of how it failed to describe it."""
     with open(log_path, "rb") as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(0, file.tell() - size_bytes))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
     lines = [line for line in lines if line]
+    raised = [line for line in lines if _RAISED.match(line)]
     telling = [line for line in lines if "Error" in line or "error:" in line.lower()]
-    return (telling or lines or ["it said nothing"])[-1][:300]
+    return (raised or telling or lines or ["it said nothing"])[-1][:300]
 
 
 def wait_until(

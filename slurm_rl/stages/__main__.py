@@ -4,11 +4,12 @@ Owns the way in (order, settings, logging, the user's code on the path, signals)
 out: `result.json` from rank 0 and exit code 0, or `failure.json` and another code. It never
 publishes a COMMIT; that is the supervisor's.
 
-    failure.json   {"blame": "user" | "system" | "repeat", "error": <class>, "message": …,
-                    "hint": …, "place": <file:line>, "node": …}
+    failure.json   {"blame": "user" | "system" | "repeat" | "outage", "error": <class>,
+                    "message": …, "hint": …, "place": <file:line>, "node": …, "service": …}
                    The first rank to fail writes it; the others' errors follow from that one.
                    `repeat` is for what may be anybody's fault (a bug, no memory left): it is tried
-                   once more, and halts the run if the same comes at the same place.
+                   once more, and halts the run if the same comes at the same place. `outage`:
+                   `service` is down; that is no failure, and the stage is tried again later.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from slurm_rl.config.schema import Settings
+from slurm_rl.config.schema import EVAL_PREFIX, Settings
 from slurm_rl.errors import ConfigError, SlurmRlError, SpaceError
 from slurm_rl.storage.claims import node_name
 from slurm_rl.storage.durable import publish, read_patiently, write_file
@@ -40,7 +41,10 @@ _CHECKED = ("init", "rollout", "train")
 PROGRAMS = {
     "init": ("slurm_rl.stages.init", "run_init"),
     "rollout": ("slurm_rl.stages.rollout", "run_rollout"),
+    "score": ("slurm_rl.stages.score", "run_score"),
     "train": ("slurm_rl.stages.train", "run_train"),
+    # `eval-<name>`, whatever the name.
+    "eval": ("slurm_rl.stages.evaluate", "run_eval"),
     # What a stage would meet, started in the same way: `slurm-rl doctor --stage`.
     **{f"check.{kind}": ("slurm_rl.stages.check", "run_check") for kind in _CHECKED},
 }
@@ -103,9 +107,10 @@ def run_program(order: Order) -> Result:
         sys.path.insert(0, order.code_dir)
     settings = read_settings(Path(order.settings_path))
     check_versions(order.versions)
-    if order.kind not in PROGRAMS:
+    kind = "eval" if order.kind.startswith(EVAL_PREFIX) else order.kind
+    if kind not in PROGRAMS:
         raise ConfigError(f"no stage program for kind {order.kind!r}; there are {list(PROGRAMS)}")
-    module, name = PROGRAMS[order.kind]
+    module, name = PROGRAMS[kind]
     program: Callable[[Order, Settings], Result] = getattr(importlib.import_module(module), name)
     log.info("starts in %s", order.attempt_dir)
     return program(order, settings)
@@ -155,6 +160,7 @@ def _leave_failure(order: Order, error: BaseException, *, code: int) -> int:
     }
     if isinstance(error, SlurmRlError):
         failure |= {"blame": error.blame, "message": error.message, "hint": error.hint}
+        failure["service"] = getattr(error, "service", "")
     elif isinstance(error, Stopped):
         failure["message"] = str(error)
     else:

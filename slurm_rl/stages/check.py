@@ -22,12 +22,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from slurm_rl.config.derive import gpu_count, num_ranks, stage_slurm
+from slurm_rl.config.derive import data_paths, gpu_count, stage_ranks, stage_slurm
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import SlurmRlError
-from slurm_rl.rollout.prompts import parse_slice
-from slurm_rl.rollout.rewards import find_reward
+from slurm_rl.rollout.rewards import find_rewards
+from slurm_rl.rollout.sandbox.runner import describe, find_isolation, is_needed
 from slurm_rl.rollout.server_process import ask_interpreter
+from slurm_rl.rollout.services import ask_health, read_address
 from slurm_rl.storage.durable import write_hint
 from slurm_rl.storage.probe import Finding
 from slurm_rl.train.distributed import World, join, leave, reachable_address, read_world
@@ -62,7 +63,7 @@ def run_check(order: Order, settings: Settings) -> Result:
         ("GPUs", lambda: check_gpus(settings, kind)),
         ("address", lambda: check_address(settings)),
         ("all-reduce", lambda: check_ranks(settings, kind, Path(order.attempt_dir))),
-        ("services", check_services),
+        ("services", lambda: check_services(settings, kind)),
     ]
     found: list[Finding] = []
     for name, check in checks:
@@ -155,13 +156,12 @@ def check_data(settings: Settings, kind: str) -> Iterator[Finding]:
     """Prompts and the user's reward, where the stage uses them."""
     if kind != "rollout":
         return
-    path = parse_slice(settings.rollout.prompt_data)[0]
-    with open(path, "rb") as file:
-        json.loads(file.readline())
-    yield _ok("data", f"{path} readable")
-    rollout = settings.rollout
-    find_reward(rm_type=rollout.rm_type, custom_rm_path=rollout.custom_rm_path)
-    yield _ok("reward", rollout.custom_rm_path or str(rollout.rm_type))
+    for path in map(Path, data_paths(settings)):
+        if path.is_file():
+            _touch(path)
+        os.stat(path)
+        yield _ok("data", f"{path} readable")
+    yield _ok("reward", ", ".join(find_rewards(settings)))
 
 
 def check_memory() -> Iterator[Finding]:
@@ -202,7 +202,7 @@ def check_address(settings: Settings) -> Iterator[Finding]:
 
 def check_ranks(settings: Settings, kind: str, folder: Path) -> Iterator[Finding]:
     """The number of ranks, and a sum over all of them by the groups that training makes."""
-    expected = num_ranks(settings) if kind == "train" else 1
+    expected = stage_ranks(settings, kind)
     world = read_world(os.environ, expected=expected)
     yield _ok("ranks", f"{world.size} on {world.num_nodes} node(s), as configured")
     if kind != "train":
@@ -289,9 +289,33 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def check_services() -> Iterator[Finding]:
-    """Services of rewards; none can be configured yet."""
-    yield _ok("services", "none configured")
+def check_services(settings: Settings, kind: str) -> Iterator[Finding]:
+    """What rewards ask and need: services outside the run, and a place for a model's code."""
+    if kind == "train":
+        return
+    for name, service in settings.services.items():
+        where = read_address(service) or f"nothing in {service.url_file}"
+        if ask_health(service):
+            yield _ok(f"service {name}", f"{where} is healthy")
+        elif service.on_down == "defer":
+            yield _warn(f"service {name}", f"{where}{service.health} gives no 200", "start it")
+        else:
+            yield _bad(f"service {name}", f"{where}{service.health} gives no 200", "start it")
+    if not settings.services:
+        yield _ok("services", "none configured")
+    if is_needed(settings):
+        yield _judge_sandbox(settings)
+
+
+def _judge_sandbox(settings: Settings) -> Finding:
+    isolation = find_isolation()
+    found = f"a model's code runs {describe(isolation)}"
+    if isolation.isolated:
+        return _ok("sandbox", found)
+    fix = "allow user namespaces where the stage runs"
+    if settings.rollout.sandbox.require == "isolated":
+        return _bad("sandbox", found, f"{fix}, or rollout.sandbox.require: best_effort")
+    return _warn("sandbox", found, fix)
 
 
 def _ok(name: str, found: str) -> Finding:

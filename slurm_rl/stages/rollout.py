@@ -1,212 +1,214 @@
-"""The rollout stage: from a weights commit to a committed batch of rewarded samples.
+"""The rollout stage: from a weights commit to a committed batch of samples.
 
-Owns the order of things: verify the weights, take the next prompts, start the engine,
-generate, reward, journal, seal. What each of these means is in `slurm_rl.rollout`.
+Owns the order of things: see what the journals hold already, and, if that is not enough, verify the
+weights, start the engine, check it, and generate; then seal. What each of these means is in
+`slurm_rl.rollout`.
 
-Nothing is generated before the engine has shown that it serves the weights of the commit.
-In deterministic mode the sealed files are a function of the order and the settings, however
-often the stage was killed and whatever the journals held.
+Nothing is generated before the engine has shown that it serves the weights of the commit. In
+deterministic mode the sealed files are a function of the order and the settings, however often the
+stage was killed, whatever the journals held, and whichever shard made which group.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
+from slurm_rl.config.derive import admission, data_overrides, is_graded_later
 from slurm_rl.config.schema import Settings
-from slurm_rl.errors import CorruptError, ModelError
+from slurm_rl.rollout.carry import PARTIAL_NAME, Carried, read_carried, write_carried
+from slurm_rl.rollout.closing import Close, desk_of
+from slurm_rl.rollout.data import open_stream, resolve
 from slurm_rl.rollout.engine import Engine, Weights
-from slurm_rl.rollout.groups import Collector, plan_groups, plan_sampling, take_over
-from slurm_rl.rollout.prompts import (
-    Cursor,
-    Visit,
-    epoch_order,
-    prompt_tokenizer,
-    read_prompts,
-    start_cursor,
-    take_batch,
+from slurm_rl.rollout.filters import make_filter
+from slurm_rl.rollout.groups import Planner
+from slurm_rl.rollout.ledger import Ledger, plan_rule
+from slurm_rl.rollout.metrics import RolloutMetrics
+from slurm_rl.rollout.pipeline import Outcome, Pipeline, Watch
+from slurm_rl.rollout.sealing import seal_groups
+from slurm_rl.rollout.supply import Supply
+from slurm_rl.stages.serving import (
+    Floor,
+    find_context_len,
+    read_model,
+    read_versions,
+    serve_and_run,
 )
-from slurm_rl.rollout.rewards import Rewarder
-from slurm_rl.rollout.samples import Sample, write_samples
-from slurm_rl.rollout.sglang import SglangEngine, plan_options
-from slurm_rl.seeds import derive_seed
 from slurm_rl.storage.damage import check_inputs
 from slurm_rl.storage.durable import seal_files
-from slurm_rl.types import JOURNAL_NAME, Input, Order, Result
+from slurm_rl.types import Order, Result
 
 log = logging.getLogger(__name__)
 
-#: What decides samples besides the weights, as far as it is installed beside this program.
-_LIBRARIES = ("transformers", "tokenizers", "torch", "sglang")
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a rollout works with before there is an engine."""
+
+    weights: Weights
+    tokenizer: Any
+    supply: Supply
+    pipeline: Pipeline
+    began: float
 
 
 def run_rollout(order: Order, settings: Settings, *, engine: Engine | None = None) -> Result:
     """Run the stage (or shard) that `order` names; everything is fsynced on return.
 
     engine: one that is already serving, for a process that lives longer than a stage: it is
-    given the new weights and left running. Without it, one is started and stopped here.
+    given the new weights and left running. Without it, one is started and stopped here, if the
+    journals of earlier attempts and of the other shards leave anything to do.
 
     Raises DataError, RewardError, ModelError (the user's), CorruptError (the weights are not
     what was committed) and EngineError.
     """
-    began = time.monotonic()
-    weights = verify_weights(order.input("weights"), run_id=order.run_id)
-    with Rewarder(settings) as rewarder:
-        tokenizer = load_tokenizer(weights.path)
-        visits, cursor = take_visits(order, settings, tokenizer=tokenizer)
-        plan = plan_groups(visits, order=order, settings=settings, weights=weights)
-        taken = take_over(plan, order.earlier_attempts)
-        journal_path = Path(order.attempt_dir) / JOURNAL_NAME
-        with serving(engine, weights, order=order, settings=settings, tokenizer=tokenizer) as ready:
-            started = time.monotonic()
-            todo = [group for group in plan if group.key not in taken]
-            collector = Collector(todo, weights=weights, tokenizer=tokenizer, path=journal_path)
-            made = collector.run(ready, plan_sampling(settings), rewarder)
-            generated = time.monotonic()
-    durations = {
-        "perf/engine_start_time": started - began,
-        "perf/rollout_time": time.monotonic() - began,
-        "perf/tokens_per_s": count_tokens(made) / max(generated - started, 1e-9),
-        "rollout/groups_taken_over": float(len(taken)),
-    }
-    content = {
-        "weights": {"version": weights.version, "digest": weights.digest},
-        "cursor": cursor.as_dict(),
-        "seed": settings.seed,
-    }
-    return seal([*taken.values(), *made], order=order, content=content, metrics=durations)
+    with open_rollout(order, settings) as opened:
+        close = opened.pipeline.settle()
+        outcome = Outcome(close) if close is not None else None
+        numbers: dict[str, float] = {}
+        if outcome is None:
+            floor = Floor(order, settings, opened.tokenizer)
+            outcome, numbers = serve_and_run(
+                floor, opened.pipeline, engine=engine, is_graded=not is_graded_later(settings)
+            )
+        else:
+            log.info("the journals hold the whole batch; no engine is started")
+        return seal(opened, outcome, order=order, settings=settings, numbers=numbers)
 
 
 @contextmanager
-def serving(
-    engine: Engine | None, weights: Weights, *, order: Order, settings: Settings, tokenizer: Any
-) -> Iterator[Engine]:
-    """An engine that has shown that it serves `weights`; ended on leaving if it was made here."""
-    if engine is not None:
-        engine.load_weights(weights)
-        yield engine
-        return
-    engine = make_engine(order, settings, tokenizer=tokenizer)
-    try:
-        engine.start(weights)
-        yield engine
-    finally:
-        engine.stop()
+def open_rollout(order: Order, settings: Settings) -> Iterator[Opened]:
+    """The model, the data at the cursor, and what was carried over; nothing is started."""
+    began = time.monotonic()
+    weights, tokenizer = read_model(order)
+    context_len = find_context_len(settings, weights.path)
+    carried = _read_carried(order)
+    planner = Planner(
+        order,
+        settings,
+        weights,
+        overrides=data_overrides(settings),
+        purpose=("sample", order.iteration),
+        context_len=context_len,
+    )
+    previous = order.inputs.get("previous")
+    with resolve(settings) as data:
+        if previous is None:
+            data.check()  # once in a run: a bad row is found before the first GPU hour
+        stream = open_stream(
+            data,
+            settings,
+            cursor=None if previous is None else previous.content["cursor"],
+            tokenizer=tokenizer,
+            context_len=context_len,
+        )
+        supply = Supply(
+            carried=carried,
+            stream=stream,
+            planner=planner,
+            ledger=_open_ledger(settings, num_carried=len(carried)),
+            group_size=settings.rollout.n_samples_per_prompt,
+            shard=order.shard,
+            num_shards=order.num_shards,
+        )
+        watch = _plan_watch(order, settings, key=planner.made_from)
+        pipeline = Pipeline(supply, watch, keep=make_filter(settings))
+        yield Opened(weights, tokenizer, supply, pipeline, began)
+
+
+def _read_carried(order: Order) -> list[Carried]:
+    """What the rollout before handed on, compared with its commit."""
+    previous = order.inputs.get("previous")
+    if previous is None:
+        return []
+    check_inputs(previous, [n for n in previous.files if n.split("/")[-1] == PARTIAL_NAME])
+    return read_carried(previous.named(PARTIAL_NAME))
+
+
+def _open_ledger(settings: Settings, *, num_carried: int) -> Ledger:
+    rollout = settings.rollout
+    rule = plan_rule(
+        batch_size=rollout.rollout_batch_size,
+        over_sampling=rollout.over_sampling_batch_size,
+        close_at=rollout.close_at,
+        max_groups=rollout.max_groups,
+        admission=admission(settings),
+        may_fall_short=rollout.on_exhausted == "train",
+    )
+    return Ledger(rule, num_carried=num_carried)
+
+
+def _plan_watch(order: Order, settings: Settings, *, key: str) -> Watch:
+    """Where the other attempts and shards of this stage leave what they do."""
+    own = Path(order.attempt_dir)
+    is_alone = order.num_shards == 1
+    stage = own.parent if is_alone else own.parent.parent
+    pattern = "a[0-9]*-*" if is_alone else "shard-*/a[0-9]*-*"
+    earlier = [Path(folder) for folder in order.earlier_attempts]
+
+    def attempts() -> Iterator[Path]:
+        yield from earlier
+        yield from (path for path in sorted(stage.glob(pattern)) if path not in (own, *earlier))
+
+    return Watch(
+        attempts=attempts,
+        desk=None if is_alone else desk_of(stage, key),
+        close_after_s=settings.rollout.close_after_s,
+    )
 
 
 def seal(
-    groups: list[list[Sample]], *, order: Order, content: dict[str, Any], metrics: dict[str, float]
+    opened: Opened, outcome: Outcome, *, order: Order, settings: Settings, numbers: dict[str, float]
 ) -> Result:
-    """Write and fsync the samples; the result that names them."""
+    """Write and fsync the admitted samples of this shard, and what carries over."""
     began = time.monotonic()
-    root = Path(order.attempt_dir)
-    samples = [sample for group in groups for sample in group]
-    files = seal_files(root, write_samples(root, samples))
-    metrics = fold_metrics(groups) | metrics
-    log.info("reward %.4f over %d samples", metrics["rollout/raw_reward"], len(samples))
-    counts = {"num_samples": len(samples), "num_groups": len(groups)}
-    versions = read_versions(_LIBRARIES)
-    facts = {"versions": versions, "save_s": round(time.monotonic() - began, 3)}
-    return Result(files, content=content | counts, metrics=metrics, provenance=facts)
-
-
-def read_versions(names: Iterable[str]) -> dict[str, str]:
-    """Versions of those libraries that are installed here."""
-    found = {}
-    for name in names:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer beside the weights. Raises ModelError."""
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # a damaged file raises whatever its parser raises
-        raise ModelError(
-            f"{folder}: its tokenizer cannot be loaded ({type(error).__name__}: {error})",
-            hint="the model's tokenizer files are missing or damaged",
-        ) from error
-
-
-def verify_weights(source: Input, *, run_id: str) -> Weights:
-    """The weights of a commit, after every file of theirs was read and compared with it.
-
-    Raises CorruptError naming the first file that is missing or differs, and StorageError for one
-    that cannot be read.
-    """
-    names = [e["path"] for e in source.content["files"] if e["path"].startswith("weights/")]
-    if "weights/config.json" not in names:
-        raise CorruptError(f"{source.path}: the commit of {source.kind} holds no weights")
-    check_inputs(source, names)
-    facts = source.content["weights"]
-    return Weights(
-        path=Path(source.files["weights/config.json"]).parent,
-        version=facts["version"],
-        digest=facts["digest"],
-        label=f"{run_id}/v{facts['version']}/{facts['digest']}",
+    root, close = Path(order.attempt_dir), outcome.close
+    supply, metrics = opened.supply, RolloutMetrics()
+    own = [index for index in close.decision.admitted if supply.is_own(index)]
+    names = seal_groups(root, (supply.entries[i] for i in sorted(own)), metrics=metrics)
+    names += write_carried(root, _carried(opened, outcome, settings))
+    files = seal_files(root, names)
+    ended = time.monotonic()
+    numbers = numbers | {
+        "perf/seal_time": ended - began,
+        "perf/rollout_time": ended - opened.began,
+        "rollout/groups_taken_over": float(max(0, len(own) - outcome.num_made)),
+        "rollout/groups_dropped": float(close.decision.num_dropped),
+        "rollout/groups_carried": float(len(close.decision.carried)),
+    }
+    found = metrics.fold()
+    log.info(
+        "reward %s over %d samples", found.get("rollout/raw_reward", "open"), metrics.num_samples
+    )
+    return Result(
+        files,
+        content=_content(opened, close, settings)
+        | {"num_samples": metrics.num_samples, "num_groups": metrics.num_groups},
+        metrics=found | numbers,
+        provenance={"versions": read_versions(), "save_s": round(ended - began, 3)},
     )
 
 
-def take_visits(order: Order, settings: Settings, *, tokenizer: Any) -> tuple[list[Visit], Cursor]:
-    """This shard's prompts of the iteration, and the cursor after the whole batch."""
-    rollout = settings.rollout
-    data = read_prompts(rollout)
-    previous = order.inputs.get("previous")
-    cursor = start_cursor(data, previous.content["cursor"] if previous else None)
-    visits, after = take_batch(
-        data,
-        cursor,
-        num_prompts=rollout.rollout_batch_size,
-        order=epoch_order(len(data.prompts), seed=settings.seed, shuffle=rollout.rollout_shuffle),
-        tokenize=prompt_tokenizer(tokenizer, rollout),
-        max_tokens=rollout.rollout_max_prompt_len,
-    )
-    return visits[order.shard :: order.num_shards], after
-
-
-def make_engine(order: Order, settings: Settings, *, tokenizer: Any) -> Engine:
-    """The engine that `rollout.engine` names, not started."""
-    if settings.rollout.engine == "embedded":
-        # Imported here: with SGLang this process needs no torch.
-        from slurm_rl.rollout.embedded import EmbeddedEngine
-
-        return EmbeddedEngine(tokenizer, num_threads=settings.rollout.embedded_threads)
-    seed = derive_seed(settings.seed, "server", order.iteration, order.shard)
-    options = plan_options(
-        settings,
-        environment=os.environ,
-        log_path=Path(order.attempt_dir) / "sglang.log",
-        random_seed=seed,
-    )
-    return SglangEngine(options)
-
-
-def fold_metrics(groups: Iterable[list[Sample]]) -> dict[str, float]:
-    """Numbers for people, over all samples; `zero_std` is the share of groups that teach
-    nothing, since all their rewards are equal."""
-    rewards = [[sample.reward or 0.0 for sample in group] for group in groups]
-    samples = [sample for group in groups for sample in group]
-    num = max(len(samples), 1)
+def _content(opened: Opened, close: Close, settings: Settings) -> dict[str, Any]:
+    decision = close.decision
+    weights = {"version": opened.weights.version, "digest": opened.weights.digest}
     return {
-        "rollout/raw_reward": sum(sum(group) for group in rewards) / num,
-        "rollout/response_len": sum(sample.response_length for sample in samples) / num,
-        "rollout/truncated_ratio": sum(s.status == "truncated" for s in samples) / num,
-        "rollout/zero_std": sum(len(set(g)) == 1 for g in rewards) / max(len(rewards), 1),
+        "weights": weights,
+        "cursor": close.cursor,
+        "seed": settings.seed,
+        "carried": decision.carried,
+        "dropped": decision.reasons,
     }
 
 
-def count_tokens(groups: Iterable[list[Sample]]) -> int:
-    """Response tokens of all samples."""
-    return sum(sample.response_length for group in groups for sample in group)
+def _carried(opened: Opened, outcome: Outcome, settings: Settings) -> Iterator[Carried]:
+    """Our own groups that the next rollout goes on with; their tokens only where that is meant."""
+    keeps_tokens = settings.rollout.partial_rollout
+    for visit in opened.supply.carried_visits(outcome.close):
+        samples = outcome.cut_off.get(visit.group_index, []) if keeps_tokens else []
+        yield visit, tuple(samples)

@@ -17,10 +17,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_rl.config.derive import settings_digest
+from slurm_rl.config.derive import admission, settings_digest
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import CorruptError, NumericsError
-from slurm_rl.rollout.samples import TENSORS_NAME, SampleBatch, read_samples
+from slurm_rl.stages.train_samples import read_batch, served_version
 from slurm_rl.storage.damage import check_inputs
 from slurm_rl.storage.digest import digest_entries, digest_value
 from slurm_rl.types import Input, Order, Result
@@ -79,16 +79,18 @@ def train_iteration(trainer: Trainer, order: Order) -> Result:
     Raises CorruptError if the order does not continue where the trainer is, or if its inputs
     are of different histories; NumericsError and DataError as the trainer does.
     """
-    rollout = order.input("rollout")
+    rollout, before = order.input("rollout"), order.input("checkpoint").content
     _check_continuity(trainer, order)
-    samples = _read_rollout(trainer, order)
+    batch = read_batch(order, trainer.settings)
     metrics = trainer.step(
-        samples,
+        batch.samples,
         reference_dir=_reference_dir(order, trainer),
         attempt_dir=Path(order.attempt_dir),
         made_from=_made_from(order, trainer.settings),
+        first_gap=before.get("logprob_gap_first"),
     )
     _check_schedule(trainer)
+    probe = trainer.probe()
     began = time.monotonic()
     files = trainer.save(Path(order.attempt_dir))
     save_s = time.monotonic() - began
@@ -96,29 +98,21 @@ def train_iteration(trainer: Trainer, order: Order) -> Result:
         return Result(files=[])
     weights = [entry for entry in files if entry.path.startswith("weights/")]
     trainer.weights_digest = digest_entries(weights)
+    made = {"version": order.iteration + 1, "digest": trainer.weights_digest, "probe": probe}
     return Result(
         files=files,
         content={
-            "weights": {"version": order.iteration + 1, "digest": trainer.weights_digest},
+            "weights": made,
             "lr": trainer.lr,
             "optimizer_steps": trainer.progress.optimizer_steps,
             "schedule_step": trainer.schedule_step,
             "num_samples_trained": trainer.progress.num_samples_trained,
+            "logprob_gap_first": _first_gap(before.get("logprob_gap_first"), metrics),
             "cursor": rollout.content.get("cursor", {}),
         },
-        metrics=metrics | _rollout_metrics(samples),
+        metrics=metrics | batch.metrics(),
         provenance=_provenance(trainer, save_s=save_s),
     )
-
-
-def _read_rollout(trainer: Trainer, order: Order) -> SampleBatch:
-    """The samples to train on, compared with their commit. Raises CorruptError."""
-    rollout = order.input("rollout")
-    names = [name for name in rollout.files if name.split("/")[-1] == TENSORS_NAME]
-    check_inputs(rollout, names)
-    samples = read_samples(rollout.named(TENSORS_NAME))
-    _check_versions(samples, order, served=_served_version(trainer, order))
-    return samples
 
 
 @contextlib.contextmanager
@@ -206,7 +200,7 @@ def _check_continuity(trainer: Trainer, order: Order) -> None:
         ("the trainer's iteration", trainer.progress.iteration, order.iteration),
         ("the checkpoint's weights version", before["version"], order.iteration),
         ("the rollout's iteration", rollout.iteration, order.iteration),
-        ("the rollout's weights version", used["version"], _served_version(trainer, order)),
+        ("the rollout's weights version", used["version"], served_version(order, trainer.settings)),
         (
             "the rollout's weights digest",
             used["digest"] if used["version"] == before["version"] else before["digest"],
@@ -220,36 +214,27 @@ def _check_continuity(trainer: Trainer, order: Order) -> None:
     ):
         if is_now != should_be:
             raise CorruptError(f"train {order.iteration}: {what} is {is_now}, not {should_be}")
-    _check_cursor(source.content.get("cursor"), rollout.content.get("cursor"), order)
+    cursors = source.content.get("cursor"), rollout.content.get("cursor")
+    _check_cursor(*cursors, order, may_stay=admission(trainer.settings) == "arrival")
 
 
-def _check_cursor(before: Any, after: Any, order: Order) -> None:
-    """Data must move on: never the same prompts again, never those of another data set."""
+def _check_cursor(before: Any, after: Any, order: Order, *, may_stay: bool) -> None:
+    """Data must move on: never the same prompts again, never those of another data set.
+
+    may_stay: a batch may be made of carried-over groups alone.
+    """
     if not before or not after:
         return
-    places = [(cursor["epoch"], cursor["position"]) for cursor in (before, after)]
-    if places[1] <= places[0]:
+    visits = [int(cursor["visits"]) for cursor in (before, after)]
+    if visits[1] < visits[0] or (visits[1] == visits[0] and not may_stay):
         raise CorruptError(
-            f"train {order.iteration}: the data cursor went from {places[0]} to {places[1]} "
-            "(epoch, position); it must move on"
+            f"train {order.iteration}: the data cursor went from visit {visits[0]} to {visits[1]}; "
+            "it must move on"
         )
     prints = [cursor.get("data_fingerprint") for cursor in (before, after)]
     if prints[0] != prints[1]:
         raise CorruptError(
             f"train {order.iteration}: the data set changed from {prints[0]} to {prints[1]}"
-        )
-
-
-def _served_version(trainer: Trainer, order: Order) -> int:
-    """The version that the rollout had to serve: the one that is trained, or `lag` before it."""
-    return max(0, order.iteration - trainer.settings.chain.lag)
-
-
-def _check_versions(samples: SampleBatch, order: Order, *, served: int) -> None:
-    versions = sorted(set(samples.weights_version.tolist()))
-    if versions and versions != [served]:
-        raise CorruptError(
-            f"train {order.iteration}: samples of weights versions {versions}, not {served}"
         )
 
 
@@ -270,12 +255,13 @@ def _reference_dir(order: Order, trainer: Trainer) -> Path | None:
     return Path(source.path) / "weights"
 
 
-def _rollout_metrics(samples: SampleBatch) -> dict[str, float]:
-    return {
-        "rollout/raw_reward": float(samples.rewards.mean()),
-        "rollout/response_len": float(samples.response_lengths.mean()),
-        "rollout/truncated_ratio": float(samples.truncated.mean()),
-    }
+def _first_gap(before: float | None, metrics: dict[str, float]) -> float | None:
+    """What `logprob_gap_first` of the commit is: the first iteration's, handed on for ever."""
+    from slurm_rl.train.gap import NAME
+
+    if before is not None or NAME not in metrics:
+        return before
+    return float(f"{metrics[NAME]:.6g}")
 
 
 def _provenance(trainer: Trainer, *, save_s: float) -> dict[str, Any]:

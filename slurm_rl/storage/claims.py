@@ -110,7 +110,8 @@ def read_elapsed(run: RunDir, slot: Slot, claim: Claim) -> float:
 class AttemptEnd:
     """How an attempt ended, as it says itself; an attempt that was killed says nothing.
 
-    outcome: committed | failed | stopped (told to stop) | timed_out | superseded.
+    outcome: committed | failed | stopped (told to stop) | timed_out | superseded | deferred
+             (`service`, outside of the run, is down).
     blame:   for `failed`: `user` (a retry cannot help), `system` (it may), or `repeat` (it may
              not: if the next one fails in the same `place`, the run halts).
     """
@@ -123,6 +124,7 @@ class AttemptEnd:
     ended: float = 0.0
     place: str = ""
     elapsed_s: float = 0.0
+    service: str = ""
 
 
 def write_end(run: RunDir, slot: Slot, claim: Claim, end: AttemptEnd) -> None:

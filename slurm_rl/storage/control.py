@@ -21,7 +21,7 @@ from slurm_rl.storage.durable import (
     remove_published,
 )
 from slurm_rl.storage.rundir import RunDir
-from slurm_rl.types import STAGE_ORDER, StageRef, canonical_json
+from slurm_rl.types import StageRef, canonical_json
 
 _TIMELINE = re.compile(r"timeline-\d+")
 _BUDGET = re.compile(r"budget-\d+")
@@ -92,14 +92,14 @@ class Control:
         return [
             change
             for change in self.changes
-            if ref is None or _position(StageRef(change.iteration, change.stage)) <= _position(ref)
+            if ref is None or StageRef(change.iteration, change.stage).position <= ref.position
         ]
 
     def timeline_of(self, ref: StageRef) -> int:
         """The timeline on which a stage lies now: the latest that begins at or before it."""
         starts = [0]
         for start in self.timelines:
-            if _position(StageRef(start.iteration, start.stage)) <= _position(ref):
+            if StageRef(start.iteration, start.stage).position <= ref.position:
                 starts.append(start.number)
         return max(starts)
 
@@ -258,8 +258,3 @@ def _read_timeline(run: RunDir, name: str) -> TimelineStart:
         return TimelineStart(**_read(run, name))
     except TypeError as error:
         raise CorruptError(f"{run.control_dir / name}: not a timeline ({error})") from error
-
-
-def _position(ref: StageRef) -> tuple[int, int]:
-    order = STAGE_ORDER.index(ref.kind) if ref.kind in STAGE_ORDER else len(STAGE_ORDER)
-    return ref.iteration, order

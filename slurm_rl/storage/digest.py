@@ -22,6 +22,14 @@ def digest_bytes(data: bytes) -> str:
     return _PREFIX + xxhash.xxh3_128_hexdigest(data)
 
 
+def digest_blocks(blocks: Iterable[bytes]) -> str:
+    """Digest of bytes that come in pieces, wherever they were cut."""
+    state = xxhash.xxh3_128()
+    for block in blocks:
+        state.update(block)
+    return _PREFIX + state.hexdigest()
+
+
 def digest_value(value: Any) -> str:
     """Digest of a JSON value, whatever the order of its keys."""
     return digest_bytes(canonical_json(value))

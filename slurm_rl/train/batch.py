@@ -5,8 +5,11 @@ neither drops nor shuffles a sample: the rollout's order (by group, then sample)
 training order, and each sample is in exactly one step. Everything is known to every rank,
 since every rank reads the whole rollout.
 
-Legend: B samples of the rollout, R response tokens of all of them; b sequences of a
-micro-batch, S their padded length, N their trained tokens laid end to end.
+Samples that are parts of one conversation (`rollout_index`) count as one: in the global batch,
+in the denominators, and in the statistics of their group.
+
+Legend: B samples, U conversations (mostly of one sample each), R response tokens of all of them;
+b sequences of a micro-batch, S their padded length, N their trained tokens laid end to end.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slurm_rl.algorithms.advantages import group_advantages
 from slurm_rl.algorithms.losses import token_weights
 from slurm_rl.errors import DataError
 
@@ -40,6 +44,12 @@ class Samples(Protocol):
     def rewards(self) -> NDArray[np.float32]: ...
     @property
     def group_index(self) -> NDArray[np.int64]: ...
+    @property
+    def rollout_index(self) -> NDArray[np.int64]: ...
+    @property
+    def token_versions(self) -> NDArray[np.int32]: ...
+    @property
+    def weights_version(self) -> NDArray[np.int32]: ...
 
 
 @dataclass(slots=True)
@@ -49,6 +59,7 @@ class MicroBatch:
     tokens_bS:   int64, padded at the end.
     position_N:  where in the flattened [b, S] the logits are that predict each trained token.
     targets_N:   the trained tokens; weights_N their weights (`token_weights`).
+    served_N:    bool, whether a token is of the weights that the rollout served, not of older ones.
     denominator: what this micro-batch adds to the step's denominator.
     Filled by the step before the first update: proximal_N, reference_N.
     """
@@ -59,6 +70,7 @@ class MicroBatch:
     weights_N: torch.Tensor
     advantages_N: torch.Tensor
     rollout_N: torch.Tensor
+    served_N: torch.Tensor
     denominator: int
     proximal_N: torch.Tensor | None = field(default=None)
     reference_N: torch.Tensor | None = field(default=None)
@@ -72,20 +84,56 @@ class MicroBatch:
         return MicroBatch(**values)
 
 
+def conversation_sizes(samples: Samples) -> NDArray[np.int64]:
+    """How many samples each conversation has, int64[U], in order.
+
+    Raises DataError if the parts of one do not follow each other.
+    """
+    first_B = _is_first(samples)
+    pairs = np.stack([samples.group_index, samples.rollout_index])
+    if np.unique(pairs, axis=1).shape[1] != int(first_B.sum()):
+        raise DataError(
+            "the rollout cannot be trained on: the samples of one conversation (rollout_index) "
+            "do not follow each other in their group",
+            hint="number them without a gap, in sample_index",
+        )
+    starts = np.append(np.flatnonzero(first_B), len(first_B))
+    return np.diff(starts)
+
+
+def sample_advantages(samples: Samples, *, divide_by_std: bool) -> torch.Tensor:
+    """GRPO's advantage of every sample, float32[B] (`group_advantages`).
+
+    A conversation counts once in its group, with the mean of its samples' rewards; all of its
+    samples have its advantage.
+    """
+    sizes_U = conversation_sizes(samples)
+    starts_U = np.cumsum(sizes_U) - sizes_U
+    rewards_U = np.add.reduceat(samples.rewards, starts_U) / sizes_U.astype(np.float32)
+    advantages_U = group_advantages(
+        torch.from_numpy(rewards_U),
+        group_index_B=torch.from_numpy(samples.group_index[starts_U]),
+        divide_by_std=divide_by_std,
+    )
+    return advantages_U.repeat_interleave(torch.from_numpy(sizes_U))
+
+
 def plan_steps(
-    num_samples: int, *, global_batch_size: int, micro_batch_size: int, dp_size: int
+    sizes: Sequence[int], *, global_batch_size: int, micro_batch_size: int, dp_size: int
 ) -> list[list[list[list[int]]]]:
     """Sample numbers by [step][data-parallel rank][micro-batch].
 
-    The last step may be smaller. Every rank of a step gets at least one micro-batch, perhaps
-    an empty one: a rank without work would leave the others waiting.
+    sizes: samples of each conversation; a step takes `global_batch_size` conversations, the last
+    one perhaps fewer. Every rank of a step gets at least one micro-batch, perhaps an empty one: a
+    rank without work would leave the others waiting.
 
-    Example: 5 samples, steps of 4, micro-batches of 1, 2 ranks:
+    Example: 5 conversations of one sample, steps of 4, micro-batches of 1, 2 ranks:
     [[[[0], [1]], [[2], [3]]], [[[4]], [[]]]].
     """
+    ends = [0, *np.cumsum(sizes).tolist()]
     steps = []
-    for start in range(0, num_samples, global_batch_size):
-        members = list(range(start, min(start + global_batch_size, num_samples)))
+    for start in range(0, len(sizes), global_batch_size):
+        members = list(range(ends[start], ends[min(start + global_batch_size, len(sizes))]))
         share = -(-len(members) // dp_size)
         ranks = [members[r * share : (r + 1) * share] for r in range(dp_size)]
         steps.append([_cut(own, micro_batch_size) or [[]] for own in ranks])
@@ -128,15 +176,21 @@ def pack_microbatch(
         weights_N=weights_R[joined["r"]],
         advantages_N=advantages_B[joined["sample"]],
         rollout_N=torch.from_numpy(samples.rollout_logprobs)[joined["r"]],
-        denominator=len(joined["target"]) if per_token else len(members),
+        served_N=torch.from_numpy(samples.token_versions)[joined["r"]]
+        == torch.from_numpy(samples.weights_version)[joined["sample"]],
+        denominator=len(joined["target"]) if per_token else _count_firsts(samples, members),
     )
 
 
 def rollout_weights(samples: Samples, *, per_token: bool) -> torch.Tensor:
     """`token_weights` of the whole rollout, float32[R]: denominators know no micro-batch."""
+    sizes_U = conversation_sizes(samples)
+    lengths_U = np.add.reduceat(
+        samples.response_lengths.astype(np.int64), np.cumsum(sizes_U) - sizes_U
+    )
     return token_weights(
         torch.from_numpy(samples.loss_mask),
-        lengths_B=torch.from_numpy(samples.response_lengths.astype(np.int64)),
+        lengths_B=torch.from_numpy(lengths_U),
         per_token=per_token,
     )
 
@@ -166,6 +220,19 @@ def check_samples(samples: Samples, *, vocab_size: int, max_positions: int) -> N
     for wrong, message in checks:
         if wrong:
             raise DataError(f"the rollout cannot be trained on: {message}")
+
+
+def _is_first(samples: Samples) -> NDArray[np.bool_]:
+    """bool[B]: whether a sample is the first of its conversation."""
+    first_B = np.ones(len(samples.group_index), np.bool_)
+    for index in (samples.group_index, samples.rollout_index):
+        first_B[1:] &= index[1:] == index[:-1]
+    return np.append(first_B[:1], ~first_B[1:])
+
+
+def _count_firsts(samples: Samples, members: Sequence[int]) -> int:
+    """A conversation adds its one to the denominator where its first sample is."""
+    return int(_is_first(samples)[list(members)].sum())
 
 
 def _response(samples: Samples, ends: NDArray[np.int64], i: int) -> slice:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,25 +22,25 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from slurm_rl.algorithms.advantages import group_advantages
 from slurm_rl.algorithms.losses import kl_estimate, ppo_clip_loss, weighted_sum
 from slurm_rl.config.schema import Train
 from slurm_rl.errors import NumericsError
 from slurm_rl.train.batch import (
     MicroBatch,
     Samples,
+    conversation_sizes,
     pack_microbatch,
     plan_steps,
     rollout_weights,
+    sample_advantages,
 )
+from slurm_rl.train.gap import Gap, check_gap, measure_gap
 from slurm_rl.train.optimizer import current_lr
 from slurm_rl.train.partial import StepState
 from slurm_rl.train.vocab_parallel import logprobs_and_entropy
 
 #: Sums over trained tokens, each weighted as the loss is; divided by the denominator.
-SUMS = ("loss", "pg_loss", "pg_clipfrac", "ppo_kl", "entropy_loss", "kl_loss", "rollout_diff")
-#: Largest values over trained tokens.
-MAXIMA = ("ratio", "rollout_diff")
+SUMS = ("loss", "pg_loss", "pg_clipfrac", "ppo_kl", "entropy_loss", "kl_loss")
 
 
 @dataclass(slots=True)
@@ -73,20 +73,19 @@ def train_rollout(
     reference: Reference | None = None,
     resumed: StepState | None = None,
     after_step: Callable[[StepState, int], None] = lambda state, num_steps: None,
+    first_gap: float | None = None,
 ) -> dict[str, float]:
     """Train on every sample once; returns metrics under their `train/` names.
 
     resumed: an earlier process did these optimizer steps, and the engine holds what they made.
     after_step: called with the state after each step, and the number of all steps.
+    first_gap: the mean gap of the run's first iteration, None if this is the first (`gap.py`).
 
-    Raises NumericsError before the optimizer steps if a loss or a gradient is not finite, or
-    if the policy, before its first step, is not the proximal policy
-    (`train.check_first_ratio`).
+    Raises NumericsError before the optimizer steps if a loss or a gradient is not finite, if the
+    rollout's log-probs are too far from the policy's, or if the policy, before its first step, is
+    not the proximal policy (`train.check_first_ratio`).
     """
-    rewards_B, groups_B = torch.from_numpy(samples.rewards), torch.from_numpy(samples.group_index)
-    advantages_B = group_advantages(
-        rewards_B, group_index_B=groups_B, divide_by_std=train.normalize_advantages_std
-    )
+    advantages_B = sample_advantages(samples, divide_by_std=train.normalize_advantages_std)
     steps = _pack_own_share(engine, samples, advantages_B=advantages_B, train=train)
 
     everything = [batch for microbatches in steps for batch in microbatches]
@@ -98,6 +97,8 @@ def train_rollout(
         proximal = policy_logprobs(engine, everything)
         state = StepState(proximal, reference(everything) if reference is not None else [])
     _hand_out(state, everything)
+    gap = measure_gap(everything)
+    check_gap(gap, train=train, first=first_gap)
 
     loss = partial(_loss, engine=engine, train=train)
     for number, microbatches in enumerate(steps):
@@ -121,7 +122,7 @@ def train_rollout(
         engine.optimizer_steps += 1
         state.reports.append(report)
         after_step(state, len(steps))
-    return _summarize(state.reports)
+    return _summarize(state.reports, gap)
 
 
 def _hand_out(state: StepState, microbatches: list[MicroBatch]) -> None:
@@ -134,14 +135,18 @@ def _hand_out(state: StepState, microbatches: list[MicroBatch]) -> None:
         batch.reference_N = logprobs_N.to(batch.tokens_bS.device)
 
 
-def policy_logprobs(engine: Engine, microbatches: list[MicroBatch]) -> list[torch.Tensor]:
+def policy_logprobs(
+    engine: Engine, microbatches: list[MicroBatch], *, temperature: float | None = None
+) -> list[torch.Tensor]:
     """Log-probabilities float32[N] of each micro-batch's trained tokens, without gradient.
 
-    Divided by the rollout temperature first. Empty except on the last pipeline rank.
+    Logits are divided by `temperature` (None: the rollout's) first. Empty except on the last
+    pipeline rank.
     """
+    asked = engine if temperature is None else replace(engine, temperature=temperature)
 
     def report(batch: MicroBatch, logits_bSV: torch.Tensor) -> Any:
-        logprobs_N, _ = _predict(engine, batch, logits_bSV)
+        logprobs_N, _ = _predict(asked, batch, logits_bSV)
         return logprobs_N.sum(), _count(0, logits_bSV), {"logprobs": logprobs_N}
 
     with torch.no_grad():
@@ -204,7 +209,6 @@ def _loss(batch: MicroBatch, logits_bSV: torch.Tensor, *, engine: Engine, train:
     loss = weighted_sum(total_N, weights_N=batch.weights_N)
 
     with torch.no_grad():
-        diff_N = (batch.proximal_N - batch.rollout_N).abs()
         values = (
             total_N,
             policy.loss_N,
@@ -212,11 +216,10 @@ def _loss(batch: MicroBatch, logits_bSV: torch.Tensor, *, engine: Engine, train:
             batch.proximal_N - logprobs_N,
             entropy_N,
             kl_N,
-            diff_N,
         )
         sums = torch.stack([weighted_sum(v, weights_N=batch.weights_N) for v in values])
-        largest = torch.stack([_max((policy.ratio_N - 1.0).abs()), _max(diff_N)])
-    return loss, _count(batch.denominator, logits_bSV), {"sums": sums, "maxima": largest}
+        ratio = _max((policy.ratio_N - 1.0).abs())
+    return loss, _count(batch.denominator, logits_bSV), {"sums": sums, "ratio": ratio}
 
 
 def _predict(engine: Engine, batch: MicroBatch, logits_bSV: torch.Tensor) -> Any:
@@ -234,7 +237,7 @@ def _pack_own_share(
 ) -> list[list[MicroBatch]]:
     """This data-parallel rank's micro-batches of each optimizer step, on its device."""
     plan = plan_steps(
-        len(samples.rewards),
+        conversation_sizes(samples).tolist(),
         global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size,
         dp_size=parallel_state.get_data_parallel_world_size(),
@@ -263,28 +266,24 @@ def _reduce_report(parts: list[Any], microbatches: list[MicroBatch]) -> dict[str
     """One report of all ranks; `SUMS` as means over the step's denominator."""
     device = torch.cuda.current_device()
     sums = torch.zeros(len(SUMS) + 1, dtype=torch.float64, device=device)
-    maxima = torch.zeros(len(MAXIMA), dtype=torch.float32, device=device)
+    ratio = torch.zeros((), dtype=torch.float32, device=device)
     # Tensor ranks report the same numbers, and only the last pipeline rank has any.
     if parts and parallel_state.get_tensor_model_parallel_rank() == 0:
         sums[:-1] = torch.stack([part["sums"] for part in parts]).double().sum(0)
         sums[-1] = sum(batch.denominator for batch in microbatches)
-        maxima = torch.stack([part["maxima"] for part in parts]).amax(0)
+        ratio = torch.stack([part["ratio"] for part in parts]).amax()
     dist.all_reduce(sums)
-    dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+    dist.all_reduce(ratio, op=dist.ReduceOp.MAX)
     denominator = max(float(sums[-1]), 1.0)
     report = {name: float(value) / denominator for name, value in zip(SUMS, sums[:-1], strict=True)}
-    largest = zip(MAXIMA, maxima.tolist(), strict=True)
-    return report | {f"{name}_max": value for name, value in largest}
+    return report | {"ratio_max": float(ratio)}
 
 
-def _summarize(reports: list[dict[str, float]]) -> dict[str, float]:
-    """Metrics of the iteration: means over its optimizer steps, maxima, the last rate."""
-    names = {"rollout_diff": "train_rollout_logprob_abs_diff"}
-    out = {}
+def _summarize(reports: list[dict[str, float]], gap: Gap | None) -> dict[str, float]:
+    """Metrics of the iteration: means over its optimizer steps, the gap, the last rate."""
+    out = {} if gap is None else gap.metrics()
     for name in (*SUMS, "grad_norm"):
-        mean = sum(report[name] for report in reports) / len(reports)
-        out[f"train/{names.get(name, name)}"] = mean
-    out["train/train_rollout_logprob_abs_diff_max"] = max(r["rollout_diff_max"] for r in reports)
+        out[f"train/{name}"] = sum(report[name] for report in reports) / len(reports)
     out["train/first_ratio_diff_max"] = reports[0]["ratio_max"]
     out["train/lr"] = reports[-1]["lr"]
     out["train/num_optimizer_steps"] = float(len(reports))

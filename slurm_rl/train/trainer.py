@@ -41,6 +41,7 @@ from slurm_rl.train.model import build_model, load_weights, model_config, wrap_m
 from slurm_rl.train.optimizer import build_optimizer, build_scheduler, current_lr
 from slurm_rl.train.options import MegatronOptions, split_megatron
 from slurm_rl.train.partial import Partial, StepState, delete_partials, read_state, save_state
+from slurm_rl.train.probe import measure_probe
 from slurm_rl.train.sealing import seal_shares
 from slurm_rl.train.step import Engine, policy_logprobs, train_rollout
 from slurm_rl.train.weights import WeightsLayout, read_layout
@@ -185,12 +186,14 @@ class Trainer:
         reference_dir: Path | None = None,
         attempt_dir: Path | None = None,
         made_from: str = "",
+        first_gap: float | None = None,
     ) -> dict[str, float]:
         """One iteration of training on `samples`; returns metrics (see `step.py`).
 
         reference_dir: Hugging Face weights that the KL is measured against, None if the loss has
         no such term. attempt_dir: where partial saves of an iteration that was
-        `made_from` these inputs go, if `train.save_steps` asks for them. Raises DataError for
+        `made_from` these inputs go, if `train.save_steps` asks for them. first_gap: the mean gap
+        of engine and trainer in the run's first iteration (`gap.py`). Raises DataError for
         samples that do not fit the model, and NumericsError before a step that must not be taken;
         then the trainer is of no use.
         """
@@ -207,6 +210,7 @@ class Trainer:
                 reference=reference or None,
                 resumed=resumed,
                 after_step=partial(self._keep, attempt_dir, made_from),
+                first_gap=first_gap,
             )
         self.progress = checkpoint.Progress(
             iteration=self.progress.iteration + 1,
@@ -214,6 +218,11 @@ class Trainer:
             num_samples_trained=self.progress.num_samples_trained + len(samples.rewards),
         )
         return metrics
+
+    def probe(self) -> dict[str, Any]:
+        """Log-probabilities of a fixed text now (`probe.py`); every rank calls it."""
+        with self._at_work():
+            return measure_probe(self._engine, max_positions=self.geometry.max_positions)
 
     def save(self, attempt_dir: Path) -> list[FileEntry]:
         """Write `checkpoint/` and `weights/` into `attempt_dir`; every rank calls it.

@@ -37,6 +37,8 @@ GROUNDS = st.builds(
     login=st.booleans(),
     site=st.integers(0, 3),
     num_iterations=st.integers(2, 3),
+    score=st.booleans(),
+    evals=st.booleans(),
 )
 BLOWS = st.builds(
     Blow,

@@ -150,8 +150,8 @@ MUTANTS = {
         "launch/supervisor.py",
         (
             (
-                "                yield from self._leave()\n                return EXIT_UNFINISHED",
-                "                yield from self._leave()\n                return EXIT_DONE",
+                "                yield from leave(self)\n                return EXIT_UNFINISHED",
+                "                yield from leave(self)\n                return EXIT_DONE",
             ),
         ),
     ),
@@ -167,6 +167,50 @@ MUTANTS = {
         ),
     ),
     "no ticks": Mutant("forgets", "chain/plan.py", (("TICKS_WANTED = 2", "TICKS_WANTED = 0"),)),
+    "evaluations count for nothing when a run is over": Mutant(
+        "evals",
+        "chain/view.py",
+        (
+            (
+                "        return not self.links and not self.evals and not self.has_more_evals",
+                "        return not self.links",
+            ),
+        ),
+    ),
+    "an evaluation that is not done keeps its iteration from being complete": Mutant(
+        "evals",
+        "chain/observe.py",
+        (
+            (
+                "        return has_commit(run, Slot(iteration, ref.kind, control.timeline_of(ref)))\n",
+                "        done = has_commit(run, Slot(iteration, ref.kind, control.timeline_of(ref)))\n"
+                "        due = graph.due_evals(iteration + 1)\n"
+                "        return done and all(\n"
+                "            has_commit(run, Slot(e.iteration, e.kind, control.timeline_of(e)))\n"
+                "            for e in due\n"
+                "        )\n",
+            ),
+        ),
+    ),
+    "a service that is down is a failure": Mutant(
+        "outages", "chain/slots.py", (('"committed", "deferred")', '"committed")'),)
+    ),
+    "a deferred stage is looked at again at once": Mutant(
+        "outages",
+        "chain/outages.py",
+        (("    return max(0.0, left_s)", "    return 0.0"),),
+    ),
+    "weights go before their evaluation is done": Mutant(
+        "tidy evals",
+        "chain/gc.py",
+        (
+            (
+                "    open_refs |= find_open_evals("
+                "read_evals(run, keeper.graph, control, head=head))\n",
+                "",
+            ),
+        ),
+    ),
     "a young job of an unknown intent is a stray": Mutant(
         "ticks", "chain/plan.py", (("job.age_s >= spec.submit_deadline_s", "job.age_s >= 0"),)
     ),

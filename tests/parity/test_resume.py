@@ -196,8 +196,10 @@ def test_broken_continuity_is_refused_with_both_numbers(trained_once):
     refused(
         "trainer's iteration is 0, not 1", checkpoint=dataclasses.replace(init, role="checkpoint")
     )
-    stuck = changed(rollout, cursor=cursor | {"position": 4})
-    refused(r"cursor went from \(0, 4\) to \(0, 4\)", rollout=stuck)
+    stuck = changed(rollout, cursor=cursor | {"visits": 4})
+    refused("cursor went from visit 4 to 4", rollout=stuck)
+    back = changed(rollout, cursor=cursor | {"visits": 3})
+    refused("cursor went from visit 4 to 3", rollout=back)
     swapped = changed(rollout, cursor=cursor | {"data_fingerprint": "new"})
     refused("data set changed from same to new", rollout=swapped)
     stale = trains.make_rollout(

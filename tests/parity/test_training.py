@@ -1,6 +1,7 @@
 """The training step on a real model: what counts, what does not, and what stops it."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 import trains
 
 from slurm_rl.errors import ConfigError, NumericsError
-from slurm_rl.stages.train import train_iteration
+from slurm_rl.stages.train import run_train, train_iteration
 
 
 @pytest.fixture
@@ -39,6 +40,93 @@ def test_the_first_ratio_is_one_and_the_rollouts_distance_is_reported(trained):
     name = "train/train_rollout_logprob_abs_diff"
     assert 90 < far[name] < 110 and far[f"{name}_max"] >= far[name]
     assert metrics[name] < 10
+
+
+def test_the_gap_is_over_tokens_of_the_served_weights(trained, made_models, tmp_path):
+    """Against log-probs by transformers; tokens of older weights are far off, and do not count."""
+    samples = trains.made_up_samples(0)
+    samples = dataclasses.replace(samples, weights_version=np.full(16, 3, np.int32))
+    versions = np.where(np.arange(len(samples.loss_mask)) % 3 == 0, 2, 3).astype(np.int32)
+    off = np.where(versions == 2, 50.0, 0.0).astype(np.float32)
+    samples = dataclasses.replace(
+        samples, token_versions=versions, rollout_logprobs=samples.rollout_logprobs - off
+    )
+    metrics, _ = trained(samples)
+    init = made_models(trains.tiny_settings(tmp_path))
+    gaps = []
+    for i in range(16):
+        own, prompt = samples.response_slice(i), int(samples.prompt_lengths[i])
+        tokens = samples.sample_tokens(i).tolist()
+        logprobs = trains.transformers_logprobs(init.path, tokens, temperature=0.8)[prompt - 1 :]
+        counted = (samples.loss_mask[own] != 0) & (versions[own] == 3)
+        gaps += np.abs(logprobs - samples.rollout_logprobs[own])[counted].tolist()
+    name = "train/train_rollout_logprob_abs_diff"
+    assert metrics[name] == pytest.approx(np.mean(gaps), rel=1e-4)
+    assert metrics[f"{name}_max"] == pytest.approx(max(gaps), rel=1e-4)
+    exact = np.quantile(gaps, 0.99, method="inverted_cdf")
+    assert metrics[f"{name}_p99"] == pytest.approx(exact, rel=7e-3)
+
+
+@pytest.mark.parametrize(
+    ("train", "first", "said"),
+    [
+        ({"max_logprob_gap": 0.01}, None, "train.max_logprob_gap allows 0.01"),
+        ({"max_logprob_gap_drift": 2.0}, 0.01, "times the run's first (0.01)"),
+    ],
+)
+def test_too_large_a_gap_stops_before_the_optimizer(
+    tmp_path, made_models, open_trainers, train, first, said
+):
+    settings = trains.tiny_settings(tmp_path, train=train)
+    init = made_models(settings)
+    init = dataclasses.replace(init, content=init.content | {"logprob_gap_first": first})
+    order = trains.train_order(tmp_path, init, "a")
+    trainer = open_trainers(order, settings)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    with pytest.raises(NumericsError, match=re.escape(said)):
+        train_iteration(trainer, order)
+    assert all(map(torch.equal, trainer.model.parameters(), before))
+    assert trainer.schedule_step == 0 and trainer.progress.iteration == 0
+
+
+def test_the_first_gap_is_handed_on_from_commit_to_commit(tmp_path, made_models):
+    """The second iteration's is another, but the first one is what counts."""
+    settings = trains.tiny_settings(tmp_path)
+    before, gaps = made_models(settings), []
+    for i in range(2):
+        order = trains.train_order(tmp_path, before, f"a-{i}")
+        result = run_train(order, settings)
+        gaps.append(result.metrics["train/train_rollout_logprob_abs_diff"])
+        assert result.content["logprob_gap_first"] == pytest.approx(gaps[0], rel=1e-5)
+        before = trains.trained(order, result)
+    assert abs(gaps[1] / gaps[0] - 1) > 1e-3
+
+
+def test_samples_of_one_conversation_count_as_one_by_hand(trained):
+    """Two samples of each group are one conversation: 12 in all, one denominator each."""
+    samples = trains.made_up_samples(0)
+    mask = samples.loss_mask.copy()
+    for i in (0, 2, 5):
+        mask[samples.response_slice(i)] = 0
+    samples = dataclasses.replace(
+        samples, loss_mask=mask, rollout_index=np.tile(np.array([0, 0, 1, 2]), 4)
+    )
+    counts = np.array([mask[samples.response_slice(i)].sum() for i in range(16)])
+    loss, total = 0.0, 0.0
+    for group in range(4):
+        own = samples.rewards[4 * group : 4 * group + 4].astype(np.float64)
+        rewards = np.array([own[:2].mean(), own[2], own[3]])
+        trained_tokens = counts[4 * group : 4 * group + 4]
+        tokens = np.array([trained_tokens[:2].sum(), trained_tokens[2], trained_tokens[3]])
+        advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+        loss -= (advantages * (tokens > 0)).sum() / 12
+        total -= (advantages * tokens).sum() / counts.sum()
+    assert abs(loss) > 0.005 and abs(total - loss) > 0.005
+    train = {"global_batch_size": 12, "entropy_coef": 0.0}
+    for per_token, expected in ((False, loss), (True, total)):
+        metrics, _ = trained(samples, train=train, megatron={"calculate_per_token_loss": per_token})
+        assert metrics["train/num_optimizer_steps"] == 1
+        assert metrics["train/pg_loss"] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("per_token", [False, True])

@@ -86,9 +86,11 @@ def made_up_samples(iteration: int, *, num: int = 16) -> SampleBatch:
         response_lengths=responses,
         rollout_logprobs=-g.random(num_trained).astype(np.float32) * 3,
         loss_mask=(g.random(num_trained) < 0.9).astype(np.uint8),
+        token_versions=np.full(num_trained, iteration, np.int32),
         rewards=g.random(num).astype(np.float32),
         group_index=(np.arange(num) // 4).astype(np.int64),
         sample_index=(np.arange(num) % 4).astype(np.int64),
+        rollout_index=(np.arange(num) % 4).astype(np.int64),
         weights_version=np.full(num, iteration, np.int32),
         truncated=np.zeros(num, np.uint8),
     )
@@ -127,7 +129,7 @@ def make_rollout(
         arrays = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
         folder.mkdir(parents=True)
         (folder / TENSORS_NAME).write_bytes(save(arrays))
-    cursor = {"epoch": 0, "position": 4 * (iteration + 1), "data_fingerprint": "same"}
+    cursor = {"visits": 4 * (iteration + 1), "sets": {}, "data_fingerprint": "same"}
     content = {"weights": weights, "cursor": cursor}
     result = Result(files=seal_files(folder, [TENSORS_NAME]), content=content)
     return as_input("rollout", iteration, "rollout", folder, result)
@@ -148,6 +150,24 @@ def train_order(root: Path, before: Input, name: str, *, reference: Input | None
 def trained(order: Order, result: Result) -> Input:
     """A finished train stage as an input."""
     return as_input("checkpoint", order.iteration, "train", Path(order.attempt_dir), result)
+
+
+def transformers_logprobs(folder: str, tokens: list[int], *, temperature: float = 1.0) -> Any:
+    """Log-probs of `tokens[1:]` under the weights in `folder/weights`, float32, by transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(f"{folder}/weights", dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0, :-1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
+
+
+def assert_probe(order: Order, result: Result) -> None:
+    """The probe is that of the weights which were exported beside it."""
+    probe = result.content["weights"]["probe"]
+    expected = transformers_logprobs(order.attempt_dir, probe["tokens"])
+    assert np.abs(np.array(probe["logprobs"]) - expected).max() < 1e-4
 
 
 def train_in_ranks(

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from toy.sglang_cpu import CPU_ARGUMENTS, CPU_ENVIRONMENT
 
 from slurm_rl.config.schema import InitModel
 from slurm_rl.rollout.engine import Weights
@@ -28,23 +29,6 @@ MODEL = InitModel(
         "dtype": "float32",
     },
 )
-CPU_ARGUMENTS = {
-    "device": "cpu",
-    "attention_backend": "torch_native",
-    "sampling_backend": "pytorch",
-    "grammar_backend": "none",
-    "disable_cuda_graph": True,
-    "disable_overlap_schedule": True,
-    "skip_server_warmup": True,
-    "max_total_tokens": 8192,
-    "mem_fraction_static": 0.2,
-}
-CPU_ENVIRONMENT = {
-    "SGLANG_USE_CPU_ENGINE": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-}
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -85,7 +69,7 @@ def make_options(sglang_python: str):  # type: ignore[no-untyped-def]
             "python": sglang_python,
             "deterministic": True,
             "concurrency": 8,
-            "start_timeout_s": 150,
+            "start_timeout_s": 280,
         }
         return SglangOptions(**(values | changes))  # type: ignore[arg-type]
 

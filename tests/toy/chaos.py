@@ -35,6 +35,10 @@ from toy.world import HABITS, World, make_settings, record_effects
 #: Virtual seconds after the last fault within which a run must be complete.
 PATIENCE_S = 6_000.0
 _VISIT_S = 150.0
+#: One of every version, which asks a service, and one at both ends.
+EVALS = {"judged": {"prompt_data": "none", "interval": 1}, "plain": {"prompt_data": "none"}}
+#: How often a service that is down for half an hour is asked.
+_LOOKS = 8
 #: What a halt may say, if faults of such a kind struck.
 _HALTS = {
     "attempts ended without a commit": 3,
@@ -55,6 +59,8 @@ class Ground:
     login: bool = False
     site: int = 0
     num_iterations: int = 2
+    score: bool = False
+    evals: bool = False
 
     def make_world(self, folder: Path) -> World:
         shutil.rmtree(folder / "run", ignore_errors=True)
@@ -71,6 +77,8 @@ class Ground:
             max_attempts=4,
             retry_delay_s=5.0,
             retention=Retention(keep_last=2, gc_grace_s=30.0),
+            score={"enabled": self.score},
+            eval=EVALS if self.evals else {},
         )
         habits = dataclasses.replace(
             HABITS,
@@ -122,7 +130,7 @@ class Chaos:
         num = len(schedule.blows)
         self.judge = Judge(
             world,
-            max_submissions=2 + num,
+            max_submissions=2 + num + _LOOKS * schedule.count("outage"),
             max_ticks=2 + num,
             is_honest=lambda: set(self.story.struck) <= HONEST,
         )
@@ -156,6 +164,8 @@ class Chaos:
                     raise Breach("nothing will ever happen again")
             self.judge.look()
             self.judge.check_end(undisturbed(self.schedule.ground))
+            for reason in self.world.given_up().values():
+                self._check_reason(reason, f"given up for no reason: {reason}")
         except AssertionError as error:
             raise Breach(self._tell(error)) from error
         self.story.ended_s = world.cluster.now - self.start
@@ -235,9 +245,12 @@ class Chaos:
     def _note_halt(self, reason: str, hint: str) -> None:
         self.story.halts.append(reason)
         self._rule(bool(hint), f"a halt without a hint: {reason}")
+        self._check_reason(reason, f"halted for no reason: {reason}")
+
+    def _check_reason(self, reason: str, words: str) -> None:
         blows = len(self.story.struck)
         known = [n for pattern, n in _HALTS.items() if re.search(pattern, reason)]
-        self._rule(bool(known) and blows >= known[0], f"halted for no reason: {reason}")
+        self._rule(bool(known) and blows >= known[0], words)
 
     def _may_strand(self) -> bool:
         """A run survives the loss of a tick; a schedule may take two, or the first one after a
@@ -272,7 +285,13 @@ def run_schedule(schedule: Schedule, folder: Path) -> Story:
 @functools.cache
 def undisturbed(ground: Ground) -> dict[str, str]:
     """Digests of a run where nothing goes wrong: the same for every packing and site."""
-    plain = Ground(lag=ground.lag, shards=ground.shards, num_iterations=ground.num_iterations)
+    plain = Ground(
+        lag=ground.lag,
+        shards=ground.shards,
+        num_iterations=ground.num_iterations,
+        score=ground.score,
+        evals=ground.evals,
+    )
     return _run_undisturbed(plain)[0]
 
 

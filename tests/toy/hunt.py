@@ -26,6 +26,7 @@ from toy.faults import At, Fault, first_of_each
 from toy.faulty_fs import WRITES, FaultyFs, StorageFault
 from toy.judge import Judge, find_losses
 from toy.mirror_fs import MirrorFs
+from toy.program import set_service
 from toy.world import HABITS, World, make_settings, record_effects
 
 
@@ -149,6 +150,13 @@ def storage_error(cluster: MemoryCluster, process: Process) -> None:
     cluster.view.faults.append(StorageFault(errno.EIO, ops=WRITES, node=process.node))
 
 
+def service_down(cluster: MemoryCluster, process: Process) -> None:
+    """The service that scores and evaluations ask is down for a quarter of an hour."""
+    run_dir = Path(process.command[1])
+    set_service(run_dir, is_down=True)
+    cluster.at(900.0, lambda: set_service(run_dir, is_down=False))
+
+
 def lose_tick_and_links(cluster: MemoryCluster, process: Process) -> None:
     """This tick dies, and all links are gone: what is left is the other tick."""
     for job in [job for job in cluster.live_jobs() if not job.is_tick]:
@@ -196,6 +204,7 @@ FAULTS: dict[str, tuple[Fault, Bounds, bool]] = {
 HUNTED = FAULTS | {
     "the last tick but one": (lose_tick_and_links, Bounds(3, 3, cancelled=9), True),
     "a stall": (faults.stall(60.0), Bounds(2, 2), True),
+    "the service is down": (service_down, Bounds(9, 9), True),
 }
 
 
@@ -213,6 +222,8 @@ class Suite:
     habits: Habits = HABITS
     but_first: bool = False
 
+
+EVALS = {"judged": {"prompt_data": "none", "interval": 1}}
 
 SUITES = {
     "kills": Suite(("kill", "split brain, the old one wakes late")),
@@ -238,6 +249,18 @@ SUITES = {
         habits=dataclasses.replace(HABITS, user_signal=True, can_requeue=False),
     ),
     "storage": Suite(("a storage error",), program="link"),
+    "evals": Suite(("kill",), {"eval": EVALS}),
+    "outages": Suite(("the service is down",), {"score": {"enabled": True}}, "link"),
+    "tidy evals": Suite(
+        ("the service is down",),
+        {
+            "eval": EVALS,
+            "num_rollout": 6,
+            "tick_s": 30.0,
+            "retention": {"keep_last": 2, "gc_grace_s": 1.0},
+        },
+        "link",
+    ),
 }
 
 

@@ -24,7 +24,8 @@ from slurm_rl.types import Slot
 from toy.mirror_fs import MirrorFs
 from toy.world import World
 
-_SLOT = re.compile(r"iterations/(\d+)/(\w+)\.t(\d+)(?:/shard-(\d+))?/COMMIT")
+_SLOT = re.compile(r"iterations/(\d+)/([\w-]+)\.t(\d+)(?:/shard-(\d+))?/COMMIT")
+_GIVEN_UP = re.compile(r"iterations/(\d+)/(eval-[\w-]+)\.t(\d+)/given-up\.\d+")
 
 
 class Breach(AssertionError):
@@ -54,6 +55,7 @@ class Judge:
         self.max_submissions, self.max_ticks = max_submissions, max_ticks
         self.control = read_control(world.run)
         self.commits: dict[Slot, bytes] = {}
+        self.given_up: set[Slot] = set()
         self.breach: Breach | None = None
         self._is_stale = False
         self._num_seen = 0
@@ -80,10 +82,18 @@ class Judge:
         self._check_doubles()
 
     def is_complete(self) -> bool:
-        """The last iteration has its commit, on the timeline that counts."""
+        """The last iteration has its commit, on the timeline that counts, and every evaluation has
+        one or was given up."""
         graph = self.world.graph
         ref = graph.last_stage(graph.num_iterations - 1)
-        return Slot(ref.iteration, ref.kind, self.control.timeline_of(ref)) in self.commits
+        if Slot(ref.iteration, ref.kind, self.control.timeline_of(ref)) not in self.commits:
+            return False
+        slots = [
+            Slot(ref.iteration, ref.kind, self.control.timeline_of(ref))
+            for version in range(graph.num_iterations + 1)
+            for ref in graph.due_evals(version)
+        ]
+        return all(slot in self.commits or slot in self.given_up for slot in slots)
 
     def is_stranded(self) -> bool:
         """Nothing runs, and nothing in the queue will start by itself."""
@@ -142,6 +152,10 @@ class Judge:
     def _on_name(self, path: Path) -> None:
         if path.parent.name == "control":
             self._is_stale = True
+        elif path.name.startswith("given-up."):
+            match = _GIVEN_UP.search(str(path))
+            assert match is not None, path
+            self.given_up.add(Slot(int(match[1]), match[2], int(match[3])))
         elif path.name == "COMMIT":
             try:
                 self._on_commit(path)
@@ -159,7 +173,7 @@ class Judge:
         self.commits[slot] = data
         content = json.loads(data)["content"]
         self._check_parents(slot, content)
-        getattr(self, f"_check_{slot.kind}")(slot, content)
+        getattr(self, f"_check_{slot.kind.partition('-')[0]}")(slot, content)
         for name, entry in self._files(slot, json.loads(data)).items():
             found = self.fs.files.get(name)
             size = None if found is None else len(found)
@@ -207,6 +221,14 @@ class Judge:
         trained = 2 * self._batch * version
         self._rule(content["num_samples_trained"] == trained, f"{slot}: {content}")
 
+    def _check_score(self, slot: Slot, content: dict[str, Any]) -> None:
+        self._rule(content["num_samples"] == 2 * self._batch, f"{slot}: {content}")
+
+    def _check_eval(self, slot: Slot, content: dict[str, Any]) -> None:
+        self._rule(content["weights"]["version"] == slot.iteration, f"{slot}: {content}")
+        is_due = slot.stage in self.world.graph.due_evals(slot.iteration)
+        self._rule(is_due, f"{slot}: nobody wanted it")
+
     def control_now(self) -> Control:
         if self._is_stale:
             self.control, self._is_stale = read_control(self.world.run), False
@@ -219,7 +241,10 @@ class Judge:
         world = self.world
         for process, error in world.cluster.crashes:
             raise Breach(f"{process.name} crashed: {error!r}") from error
-        self._rule(world.digests() == undisturbed, "other content than undisturbed")
+        given_up = world.given_up()
+        wanted = {name: digest for name, digest in undisturbed.items() if name not in given_up}
+        found = {name: digest for name, digest in world.digests().items() if name in wanted}
+        self._rule(found == wanted, "other content than undisturbed")
         for slot, data in self.commits.items():
             found = self.fs.files.get(str(commit_path(world.run, slot)))
             self._rule(found == data, f"{slot}: its COMMIT is another, or gone")
@@ -277,7 +302,8 @@ class Judge:
 def find_losses(world: World) -> list[str]:
     """Committed files that are not what was committed, and were not let go on purpose."""
     control = read_control(world.run)
-    slots = {ref: Slot(ref.iteration, ref.kind, control.timeline_of(ref)) for ref in world.stages()}
+    refs = [*world.stages(), *world.wanted_evals()]
+    slots = {ref: Slot(ref.iteration, ref.kind, control.timeline_of(ref)) for ref in refs}
     return [
         line
         for ref, slot in slots.items()

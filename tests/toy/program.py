@@ -12,6 +12,8 @@ how = user | system | again (a retry does not mend it) | crash | hang | lie (exi
 after which srun ends the others and reports their SIGTERM). Where `TOY_FAIL_RATE` is set, as
 `0.05:7`, that share of all attempts fails too (system or crash), drawn from the seed behind it.
 
+While `<run>/toy/down` is there, the service that `score` and `eval-judged…` ask is down.
+
 It waits at the end of its work while `TOY_HOLD` names a file that holds a smaller number than the
 stage's place in the run: who disturbs a chain can then be sure that it does not end too early.
 """
@@ -29,7 +31,14 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from slurm_rl.errors import CorruptError, DataError, EngineError, SlurmRlError, StorageError
+from slurm_rl.errors import (
+    CorruptError,
+    DataError,
+    EngineError,
+    ServiceDown,
+    SlurmRlError,
+    StorageError,
+)
 from slurm_rl.seeds import derive_seed
 from slurm_rl.storage.damage import check_inputs
 from slurm_rl.storage.digest import digest_bytes, digest_entries, digest_value
@@ -75,7 +84,7 @@ def toy_steps(order: Order, *, fs: Fs = POSIX) -> Steps:
         raise error
     yield from wait_for_inputs(order, fs)
     settings = json.loads(fs.read(Path(order.settings_path)))
-    result = yield from PROGRAMS[order.kind](order, settings, fs)
+    result = yield from PROGRAMS[order.kind.partition("-")[0]](order, settings, fs)
     while place_of(order.kind, order.iteration) > read_hold():
         yield WORK_S
     write_file(Path(order.attempt_dir) / "result.json", dump_record(result), fs=fs)
@@ -127,12 +136,20 @@ def train_steps(order: Order, settings: dict[str, Any], fs: Fs) -> Generator[flo
     before = read_state(checkpoint, name, fs)
     samples = read_samples(rollout, fs)
     check_samples(samples, settings, order.iteration)
+    trained_on: list[Any] = [before["state"], samples, settings["seed"]]
+    if "score" in order.inputs:
+        score = order.input("score")
+        check_inputs(score, ["scores.json"], patience_s=0.0, fs=fs)
+        scores = json.loads(fs.read(Path(score.files["scores.json"])))
+        if scores != make_scores(samples):
+            raise CorruptError(f"iteration {order.iteration}: scores of other samples")
+        trained_on.append(scores)
     if before["version"] != order.iteration:
         raise CorruptError(f"iteration {order.iteration}: continues version {before['version']}")
     yield WORK_S
     after = {
         "version": order.iteration + 1,
-        "state": digest_value([before["state"], samples, settings["seed"]]),
+        "state": digest_value(trained_on),
     }
     write_state(folder / "checkpoint", after, fs)
     yield WORK_S
@@ -149,7 +166,64 @@ def train_steps(order: Order, settings: dict[str, Any], fs: Fs) -> Generator[flo
     return Result(files, content)
 
 
-PROGRAMS = {"init": init_steps, "rollout": rollout_steps, "train": train_steps}
+def score_steps(order: Order, settings: dict[str, Any], fs: Fs) -> Generator[float, None, Result]:
+    """Grade every sample of the rollout, with the help of a service."""
+    folder = Path(order.attempt_dir)
+    samples = read_samples(order.input("rollout"), fs)
+    yield from ask_service(order)
+    fs.create(folder / "scores.json", canonical_json(make_scores(samples)))
+    files = seal_files(folder, ["scores.json"], fs=fs)
+    content = {"num_samples": len(samples), "cursor": order.input("rollout").content["cursor"]}
+    return Result(files, content, metrics={"reward": 1.0})
+
+
+def eval_steps(order: Order, settings: dict[str, Any], fs: Fs) -> Generator[float, None, Result]:
+    """A number that says which weights it was measured on."""
+    folder, name = Path(order.attempt_dir), order.kind.partition("-")[2]
+    weights = read_state(order.input("weights"), "weights/state.json", fs)
+    if weights["version"] != order.iteration:
+        raise CorruptError(f"{order.kind} of version {order.iteration}: has {weights['version']}")
+    if name.startswith("judged"):
+        yield from ask_service(order)
+    yield WORK_S
+    found = {"version": weights["version"], "state": digest_value([name, weights["state"]])}
+    fs.create(folder / "found.json", canonical_json(found))
+    files = seal_files(folder, ["found.json"], fs=fs)
+    content = {"weights": order.input("weights").content["weights"]}
+    return Result(files, content, metrics={f"eval/{name}": float(weights["version"])})
+
+
+def ask_service(order: Order) -> Generator[float, None, None]:
+    """Raises ServiceDown if it does not answer for a while."""
+    down = Path(order.run_dir) / "toy" / "down"
+    for _ in range(2):
+        yield WORK_S
+        if not down.exists():
+            return
+    raise ServiceDown("judge did not answer", service="judge")
+
+
+def make_scores(samples: list[dict[str, Any]]) -> list[Any]:
+    """A function of the samples alone, whichever shard they came from."""
+    return [[s["position"], s["copy"], digest_value(s["text"])[-4:]] for s in samples]
+
+
+def set_service(run_dir: Path, *, is_down: bool) -> None:
+    """Take the service down, or bring it back."""
+    (run_dir / "toy").mkdir(exist_ok=True)
+    if is_down:
+        (run_dir / "toy" / "down").touch()
+    else:
+        (run_dir / "toy" / "down").unlink(missing_ok=True)
+
+
+PROGRAMS = {
+    "init": init_steps,
+    "rollout": rollout_steps,
+    "score": score_steps,
+    "train": train_steps,
+    "eval": eval_steps,
+}
 
 
 def make_sample(
@@ -258,8 +332,11 @@ def draw_failure(order: Order, wanted: str) -> str | None:
 
 
 def place_of(kind: str, iteration: int) -> int:
-    """The place of a stage in its run: 0 for init, then 1, 2, … in the order of the chain."""
-    return 0 if kind == "init" else 2 * iteration + (1 if kind == "rollout" else 2)
+    """The place of a stage in its run: 0 for init, then 1, 2, … in the order of the chain. Nobody
+    holds evaluations back."""
+    if kind == "init" or kind.startswith("eval-"):
+        return 0
+    return 2 * iteration + (2 if kind == "train" else 1)
 
 
 def read_hold() -> float:
@@ -284,6 +361,7 @@ def leave_failure(order: Order, error: SlurmRlError | OSError, fs: Fs) -> int:
         "message": getattr(error, "message", str(error)),
         "hint": getattr(error, "hint", ""),
         "place": getattr(error, "place", ""),
+        "service": getattr(error, "service", ""),
     }
     with contextlib.suppress(OSError, StorageError):
         write_file(Path(order.attempt_dir) / "failure.json", canonical_json(failure), fs=fs)

@@ -28,7 +28,7 @@ from slurm_rl.storage.control import (
 from slurm_rl.types import StageRef
 from toy.faults import job_of
 from toy.faulty_fs import FILLS, WRITES, StorageFault
-from toy.program import fail_stage
+from toy.program import fail_stage, set_service
 from toy.world import World
 
 _LONG = (5.0, 60.0, 400.0)
@@ -151,6 +151,20 @@ def fail(scene: Scene) -> None:
 def fail_users(scene: Scene) -> None:
     """A reward that fails: a person has to mend it."""
     fail_stage(scene.world.run.root, ("train", "rollout", "train")[scene.size], 1, how="user")
+
+
+def fail_eval(scene: Scene) -> None:
+    """An evaluation fails: that is nobody's business but its own."""
+    version = scene.size % (scene.world.graph.num_iterations + 1)
+    how = ("system", "crash", "user")[scene.size]
+    fail_stage(scene.world.run.root, "eval-judged", version, how=how)
+
+
+def outage(scene: Scene) -> None:
+    """The service that scores and evaluations ask is down for a while."""
+    run_dir = scene.world.run.root
+    set_service(run_dir, is_down=True)
+    scene.later((20.0, 200.0, 1_500.0)[scene.size], lambda: set_service(run_dir, is_down=False))
 
 
 # -- the queue ------------------------------------------------------------------------------------
@@ -323,6 +337,8 @@ STRIKES: dict[str, Strike] = {
     "requeue ended": requeue_ended,
     "fail": fail,
     "fail by user": fail_users,
+    "fail eval": fail_eval,
+    "outage": outage,
     "silence": silence,
     "forget": forget,
     "forget next": forget_next,
@@ -352,6 +368,8 @@ HONEST = frozenset(
         "scancel",
         "fail",
         "fail by user",
+        "fail eval",
+        "outage",
         "silence",
         "limit",
         "hold",

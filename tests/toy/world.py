@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_rl.chain.advance import Ask, Chain, advance
+from slurm_rl.chain.evals import Evals, read_evals
 from slurm_rl.chain.gc import Keeper, collect_quietly
 from slurm_rl.chain.graph import Graph, build_graph
 from slurm_rl.chain.observe import read_current
@@ -27,6 +28,7 @@ from slurm_rl.launch.stage_settings import StageSettings
 from slurm_rl.launch.supervisor import Supervisor
 from slurm_rl.launch.tick import tick_life
 from slurm_rl.storage.control import Control, read_control
+from slurm_rl.storage.evals import read_given_up
 from slurm_rl.storage.fs import Fs, PosixFs
 from slurm_rl.storage.rundir import RunDir, RunIdentity, create_run, filesystem_now
 from slurm_rl.types import Commit, Slot, StageRef
@@ -262,7 +264,28 @@ class World:
         return not ours and not self.cluster.has_work() and not self.num_plans
 
     def is_complete(self) -> bool:
+        evals = self.evals()
+        return self.is_trained() and all(evals.is_settled(ref) for ref in self.wanted_evals())
+
+    def is_trained(self) -> bool:
         return all(self.commit(ref) is not None for ref in self.stages())
+
+    def evals(self) -> Evals:
+        control = read_control(self.run)
+        return read_evals(self.run, self.graph, control, head=self.graph.num_iterations)
+
+    def wanted_evals(self) -> list[StageRef]:
+        """Every evaluation that is due in the end, or was wished for."""
+        return list(self.evals().wanted(0, self.graph.num_iterations))
+
+    def given_up(self) -> dict[str, str]:
+        """Evaluations that were given up, and why."""
+        evals = self.evals()
+        found = {
+            str(ref): read_given_up(self.run, evals.control, evals.slot(ref))
+            for ref in self.wanted_evals()
+        }
+        return {name: gone.reason for name, gone in found.items() if gone is not None}
 
     def stages(self) -> list[StageRef]:
         return [
@@ -275,8 +298,9 @@ class World:
         return read_current(self.run, self.graph, read_control(self.run), ref)
 
     def digests(self) -> dict[str, str]:
-        """Content digest of every stage on the current timelines."""
-        commits = {str(ref): self.commit(ref) for ref in self.stages()}
+        """Content digest of every stage on the current timelines, evaluations included."""
+        refs = [*self.stages(), *self.wanted_evals()]
+        commits = {str(ref): self.commit(ref) for ref in refs}
         return {name: commit.digest for name, commit in commits.items() if commit is not None}
 
     # -- what must hold -----------------------------------------------------------------------

@@ -31,6 +31,7 @@ FILES = {
     "init": ("weights/model",),
     "rollout": ("samples.jsonl", "samples.safetensors", "stats.json"),
     "train": ("checkpoint/rank-0/state", "checkpoint/common", "weights/model"),
+    "eval": ("found.json",),
 }
 
 
@@ -103,11 +104,12 @@ class Yard:
 
     def _commit_slot(self, slot: Slot, parents: dict[str, str]) -> None:
         folder = self.attempt(slot, "feed")
-        for name in FILES[slot.kind]:
+        names = FILES[slot.kind.partition("-")[0]]
+        for name in names:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(f"{slot.stage} {slot.shard} {name}\n" * 5)
         (folder / "journal.jsonl").write_text("groups\n")
-        files = seal_files(folder, FILES[slot.kind], fs=self.run.fs)
+        files = seal_files(folder, names, fs=self.run.fs)
         content: dict[str, Any] = {
             "stage": slot.kind,
             "iteration": slot.iteration,
@@ -198,6 +200,7 @@ class Yard:
         head = 0
         while head < self.graph.num_iterations and self._is_complete(head):
             head += 1
+        self._check_evals(head)
         stages = [
             StageRef(i, node.kind)
             for i in range(self.graph.num_iterations)
@@ -213,6 +216,19 @@ class Yard:
                         assert not self.missing(where), f"{ref} needs {role} {parent}"
             elif ref.kind == "init" or ref.iteration >= head - 2:
                 assert not self.missing(self.slot(ref.iteration, ref.kind)), f"{ref} is gone"
+
+    def _check_evals(self, head: int) -> None:
+        """What may still be evaluated is there. Written anew: without `chain/evals.py`."""
+        folders = [p.parent for p in self.run.root.glob("iterations/*/eval-*/given-up.*")]
+        for version in range(head + 1):
+            for ref in self.graph.due_evals(version):
+                slot = self.slot(version, ref.kind)
+                is_over = read_commit(self.run, slot) is not None
+                if not is_over and self.run.slot_dir(slot) not in folders:
+                    weights = self.graph.weights(version)
+                    where = self.slot(weights.iteration, weights.kind)
+                    there = read_commit(self.run, where)
+                    assert there is None or not self.missing(where), f"{ref} needs {weights}"
 
     def _is_complete(self, iteration: int) -> bool:
         ref = self.graph.last_stage(iteration)

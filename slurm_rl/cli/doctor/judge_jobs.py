@@ -25,7 +25,7 @@ def judge_jobs(
         return found
     report = jobs.first.report
     found += _judge_submission(settings, report["submission"])
-    found += [_judge_namespaces(str(report["user_namespaces"]))]
+    found += [_judge_namespaces(str(report["user_namespaces"]), str(report["sandbox"]))]
     found += [_judge_address(settings, str(report["address"]), str(report["host"]))]
     clock = judge_clock(float(report["clock_off_s"]), 0.0)
     found.append(_say(clock.level, f"clock of {report['host']}", clock.found, clock.fix))
@@ -68,10 +68,12 @@ def _judge_submission(settings: Settings, said: dict[str, object]) -> Iterator[F
         yield _say("bad", name, str(said["said"]), fix)
 
 
-def _judge_namespaces(problem: str) -> Finding:
+def _judge_namespaces(problem: str, sandbox: str) -> Finding:
+    """sandbox: how a model's code would run on the node, outside of any container."""
+    code = f"a model's code runs {sandbox}"
     if not problem:
-        return _say("ok", "user namespaces", "allowed: sandboxes and read-only shells can be")
-    found = f"not allowed ({problem}): sandboxes need a container, shells cannot mount read-only"
+        return _say("ok", "user namespaces", f"allowed: read-only shells can be; {code}")
+    found = f"not allowed ({problem}): shells cannot mount read-only; {code}"
     return _say("warn", "user namespaces", found)
 
 

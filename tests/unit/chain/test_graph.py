@@ -80,3 +80,53 @@ def test_shards_are_the_rollouts(tmp_path: Path) -> None:
     kinds = ("init", "rollout", "train")
     assert [graph.node(kind).num_shards for kind in kinds] == [1, 2, 1]
     assert graph.last_stage(1) == StageRef(1, "train")
+
+
+SCORED = {"score": {"enabled": True}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "kinds"),
+    [
+        ({}, ["rollout", "train"]),
+        (SCORED, ["rollout", "score", "train"]),
+        ({"score": {"server": {"hf_checkpoint": "/rm"}}}, ["rollout", "score", "train"]),
+        (
+            {"services": {"a": {"url": "http://x", "on_down": "defer"}}},
+            ["rollout", "score", "train"],
+        ),
+        ({"services": {"a": {"url": "http://x", "on_down": "halt"}}}, ["rollout", "train"]),
+    ],
+)
+def test_scores_have_a_stage_exactly_where_one_is_needed(
+    tmp_path: Path, changes: dict[str, object], kinds: list[str]
+) -> None:
+    graph = build_graph(make_settings(tmp_path, **changes))
+    assert [node.kind for node in graph.stages(1)] == kinds
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_train_waits_for_scores_and_the_next_rollout_does_not(tmp_path: Path, lag: int) -> None:
+    graph = build_graph(make_settings(tmp_path, num_rollout=5, lag=lag, **SCORED))
+    assert graph.parents(StageRef(3, "score")) == refs(rollout=(3, "rollout"))
+    assert graph.parents(StageRef(3, "train")) == refs(
+        rollout=(3, "rollout"), score=(3, "score"), checkpoint=(2, "train")
+    )
+    version = 2 if lag == 0 else 1
+    assert graph.parents(StageRef(3, "rollout")) == refs(
+        weights=(version, "train"), previous=(2, "rollout")
+    )
+    assert graph.last_stage(3) == StageRef(3, "train")
+
+    def waits(kind: str) -> set[StageRef]:
+        return {link.anchor for link in graph.link_parents(Link(3, (kind,)))}
+
+    before, score = StageRef(2, "train"), StageRef(3, "score")
+    behind = {StageRef(2, "rollout"), StageRef(1, "train")}
+    assert waits("rollout") == ({before} if lag == 0 else behind)
+    assert waits("train") == ({score} if lag == 0 else {before, score})
+
+
+def test_one_job_of_an_iteration_scores_too(tmp_path: Path) -> None:
+    graph = build_graph(make_settings(tmp_path, pack="iteration", **SCORED))
+    assert graph.links(1) == (Link(1, ("rollout", "score", "train")),)

@@ -220,6 +220,7 @@ REPORT: dict[str, Any] = {
     "host": "node1",
     "clock_off_s": 0.0,
     "user_namespaces": "",
+    "sandbox": "isolated: no network",
     "address": "10.0.0.1",
     "submission": {"ok": True, "seen": True},
 }

@@ -9,11 +9,15 @@ from hypothesis import strategies as st
 
 from slurm_rl.config.derive import (
     gpu_count,
+    needs_score,
+    num_gpus,
     num_ranks,
     parse_wall_time,
     settings_digest,
     stage_container,
     stage_env,
+    stage_fallback,
+    stage_kinds,
     stage_python,
     stage_signal_s,
     stage_slurm,
@@ -188,3 +192,88 @@ def test_the_digest_ignores_folders_in_sglangs_own_settings(load: Load) -> None:
         for text in ("/a/x.jinja", "/b/c/x.jinja", "/a/y.jinja")
     )
     assert ours == theirs != other
+
+
+# -- scores and evaluations -----------------------------------------------------------------------
+
+GPUS = {"nodes": 4, "gpus_per_node": 8, "exclusive": True, "mem": "64G", "cpus_per_task": 4}
+EVALS = {"eval__aime": {"prompt_data": "/d/a.jsonl"}, "eval__b": {"prompt_data": "/d/b.jsonl"}}
+
+
+def test_a_run_has_the_kinds_that_it_needs(load: Load) -> None:
+    assert stage_kinds(load()) == ("init", "rollout", "train", "tick")
+    settings = load(score__enabled=True, **EVALS)
+    assert stage_kinds(settings) == (
+        "init", "rollout", "score", "train", "eval-aime", "eval-b", "tick",
+    )  # fmt: skip
+
+
+def test_a_score_stage_without_a_server_asks_for_no_gpus(load: Load) -> None:
+    settings = load(
+        slurm={**GPUS, "partition": "p", "gres": "gpu:8", "time": "02:00:00"}, score__enabled=True
+    )
+    assert needs_score(settings) and num_gpus(settings, "score") == 0
+    assert stage_slurm(settings, "score") == {
+        "partition": "p", "mem": "64G", "cpus_per_task": 4, "time": "02:00:00", "nodes": 1, "ntasks_per_node": 1,
+    }  # fmt: skip
+    own = load(slurm=GPUS, score={"enabled": True, "slurm": {"gpus_per_node": 1, "partition": "q"}})
+    assert stage_slurm(own, "score")["gpus_per_node"] == 1
+    assert stage_slurm(own, "score")["partition"] == "q"
+
+
+@pytest.mark.parametrize("kind", ["score", "eval-aime"])
+def test_what_serves_a_model_asks_for_what_the_rollout_does(load: Load, kind: str) -> None:
+    rollout = {
+        "gpus_per_node": 2, "partition": "inference", "time": "auto", "time_max": "04:00:00",
+        "signal_s": 77, "fallback": {"after": "01:00:00", "qos": "low"},
+    }  # fmt: skip
+    values = {"slurm": {"account": "a", "gpus_per_node": 8}, "rollout__slurm": rollout, **EVALS}
+    values |= {"rollout__env": {"A": "1", "B": "2"}, "rollout__python": "/venv/bin/python"}
+    values |= {"score__server": {"hf_checkpoint": "/rm"}, "rollout__rm_type": "served_rm"}
+    values["eval__aime"] = {"prompt_data": "/d/a.jsonl", "rm_type": "gsm8k"}
+    del values["eval__b"]
+    settings = load(**values)
+    assert stage_slurm(settings, kind) == stage_slurm(settings, "rollout")
+    assert stage_time_s(settings, kind) == 4 * 3600 and stage_signal_s(settings, kind) == 77
+    assert stage_fallback(settings, kind) == stage_fallback(settings, "rollout")
+    assert stage_env(settings, kind) == {"A": "1", "B": "2"}
+    assert stage_python(settings, kind) == "/venv/bin/python"
+    assert stage_slurm(settings, "train")["gpus_per_node"] == 8
+
+
+def test_an_evaluation_may_ask_for_something_else(load: Load) -> None:
+    values = {"rollout__slurm": {"gpus_per_node": 8, "partition": "p"}, "rollout__env": {"A": "1"}}
+    own = {"slurm": {"gpus_per_node": 1, "time": "00:30:00"}, "env": {"A": "2"}, "python": "py"}
+    settings = load(**values, eval__aime={"prompt_data": "/d", **own})
+    assert stage_slurm(settings, "eval-aime") == {
+        "gpus_per_node": 1,
+        "partition": "p",
+        "time": "00:30:00",
+    }
+    assert stage_env(settings, "eval-aime") == {"A": "2"}
+    assert stage_python(settings, "eval-aime") == "py"
+
+
+def test_its_own_interpreter_stands_against_the_rollouts_container(load: Load) -> None:
+    container = {"runtime": "apptainer", "image": "/x.sif"}
+    settings = load(rollout__container=container, **EVALS)
+    assert stage_container(settings, "eval-aime").image == "/x.sif"
+    settings = load(rollout__container=container, eval__aime={"prompt_data": "/d", "python": "py"})
+    assert stage_container(settings, "eval-aime").runtime == "none"
+
+
+def test_one_job_of_an_iteration_has_one_shape(load: Load) -> None:
+    shape = {"gpus_per_node": 8, "time": "02:00:00"}
+    settings = load(slurm=shape, chain__pack="iteration", score__enabled=True)
+    assert stage_slurm(settings, "score") == stage_slurm(settings, "train") == shape
+
+
+def test_the_digest_of_an_evaluation_says_what_it_asked_for(load: Load) -> None:
+    def digest(**own: Any) -> str:
+        settings = load(eval__aime={"prompt_data": "/d/a.jsonl", **own})
+        assert settings_digest(settings) == settings_digest(load())
+        return settings_digest(settings, "eval-aime")
+
+    assert digest() == digest(interval=2, before_training=False, slurm={"nodes": 2}, deadline_s=5.0)
+    assert digest() != digest(n_samples_per_prompt=16)
+    assert digest() != settings_digest(load())

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_rl.config.schema import Container
+from slurm_rl.config.sections import Container
 from slurm_rl.launch.containers import render_payload_command, render_payload_env
 
 ARGV = ["python3", "-m", "slurm_rl.stages", "/runs/r/order.json"]

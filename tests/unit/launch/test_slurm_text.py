@@ -55,6 +55,8 @@ CLUSTER: dict[str, Any] = {
         "slurm": {"partition": "main", "nodes": 2, "exclude": "bad1"},
     },
     "tick": {"slurm": {"partition": "cpu"}},
+    "score": {"enabled": True, "slurm": {"partition": "cpu"}},
+    "eval": {"aime": {"prompt_data": "/data/aime.jsonl", "slurm": {"time": "00:30:00"}}},
 }
 TRAIN = LinkRequest(
     name="demo.i0012.train.ab12cd34",
@@ -71,6 +73,19 @@ ROLLOUT = LinkRequest(
     shards=(0, 1, 2, 5),
     log="/scratch/runs/demo/iterations/000013/logs/rollout.0001",
 )
+SCORE = LinkRequest(
+    name="demo.i0013.score.ab12cd37",
+    command=("link", "/scratch/runs/demo", "iterations/000013/score.t0/submit.0002", "demo.x"),
+    stages=(StageRef(13, "score"),),
+    begin_s=30.0,
+    log="/scratch/runs/demo/iterations/000013/logs/score.0002",
+)
+EVAL = LinkRequest(
+    name="demo.i0012.eval-aime.ab12cd38",
+    command=("link", "/scratch/runs/demo", "iterations/000012/eval-aime.t0/submit.0001", "demo.x"),
+    stages=(StageRef(12, "eval-aime"),),
+    log="/scratch/runs/demo/iterations/000012/logs/eval-aime.0001",
+)
 TICK = LinkRequest(
     name="demo.tick.ab12cd36",
     command=("tick", "/scratch/runs/demo", "demo.tick.ab12cd36"),
@@ -83,16 +98,35 @@ def settings(**changed: Any) -> Settings:
     return Settings.model_validate(CLUSTER | changed)
 
 
-@pytest.mark.parametrize(
-    ("request_", "name"), [(TRAIN, "train"), (ROLLOUT, "rollout"), (TICK, "tick")]
-)
+JOBS = {"train": TRAIN, "rollout": ROLLOUT, "tick": TICK, "score": SCORE, "eval": EVAL}
+
+
+@pytest.mark.parametrize(("name", "request_"), JOBS.items())
 def test_text_is_the_golden_one(request_: LinkRequest, name: str) -> None:
     assert render_job(settings(), request_) == (GOLDEN / f"job-{name}.sh").read_text()
 
 
-@pytest.mark.parametrize("name", ["train", "rollout", "tick"])
+@pytest.mark.parametrize("name", JOBS)
 def test_bash_accepts_the_text(name: str) -> None:
     subprocess.run(["bash", "-n", str(GOLDEN / f"job-{name}.sh")], check=True)
+
+
+def test_a_throttled_array_says_how_many_at_once() -> None:
+    throttled = {**CLUSTER["rollout"], "array_throttle": 4}
+    asked = settings(rollout=throttled)
+    assert plan_options(asked, ROLLOUT)["array"] == "0-2,5%4"
+    assert "#SBATCH --array=0-2,5%4\n" in render_job(asked, ROLLOUT)
+    again = dataclasses.replace(ROLLOUT, shards=(3,), fallback=True)
+    assert plan_options(asked, again)["array"] == "3%4"
+    assert "array" not in plan_options(asked, TRAIN)
+
+
+def test_throttled_shards_go_to_their_fallback_like_others() -> None:
+    fallback = {"after": "01:00:00", "partition": "spot"}
+    rollout = {**CLUSTER["rollout"], "array_throttle": 2}
+    rollout["slurm"] = {**rollout["slurm"], "fallback": fallback}
+    elsewhere = plan_options(settings(rollout=rollout), dataclasses.replace(ROLLOUT, fallback=True))
+    assert (elsewhere["array"], elsewhere["partition"]) == ("0-2,5%2", "spot")
 
 
 def test_unset_and_false_options_are_left_out() -> None:

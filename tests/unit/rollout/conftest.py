@@ -1,14 +1,17 @@
 """A tiny Qwen3 with random weights and a character tokenizer, made once per session."""
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from toy.orders import weights_input
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from slurm_rl.config.schema import Settings
+from slurm_rl.types import Input, Order, Result
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -86,5 +89,39 @@ def make_settings(tmp_path: Path):  # type: ignore[no-untyped-def]
                 "train": {"global_batch_size": 12},
             }
         )
+
+    return make
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    lines = [json.dumps({"prompt": f"{c}{d}=", "label": f"{d}{c}"}) for c in "abc" for d in "de"]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture
+def make_order(tmp_path: Path, tiny_model: Path):  # type: ignore[no-untyped-def]
+    """An order in an attempt directory of its own; `previous` is the result before."""
+    source = weights_input(tiny_model, tmp_path / "init")
+    count = iter(range(1000))
+
+    def make(
+        *, previous: Result | None = None, weights: Input = source, **changes: object
+    ) -> Order:
+        number, num_shards = next(count), changes.get("num_shards", 1)
+        stage = tmp_path / (f"alone-{number}" if num_shards == 1 else "stage")
+        slot = stage if num_shards == 1 else stage / f"shard-{changes['shard']:04d}"
+        attempt = slot / f"a{number:04d}-0"
+        attempt.mkdir(parents=True)
+        inputs = {"weights": weights}
+        if previous is not None:
+            inputs["previous"] = Input(
+                "previous", 0, "rollout", "xxh3:p", "", content=previous.content
+            )
+        values = {"iteration": 0, "run_dir": str(tmp_path), "run_id": "run", "kind": "rollout", "timeline": 0,
+                  "attempt_dir": str(attempt), "settings_path": "", "code_dir": "", "inputs": inputs}  # fmt: skip
+        return Order(**(values | changes))  # type: ignore[arg-type]
 
     return make

@@ -1,10 +1,19 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_rl.rollout.journal import JOURNAL_NAME, Journal, parse_line, read_journals, render_line
+from slurm_rl.rollout.journal import (
+    JOURNAL_NAME,
+    Journal,
+    JournalReader,
+    parse_head,
+    parse_samples,
+    read_group,
+    render_line,
+)
 from slurm_rl.rollout.samples import Sample
 from slurm_rl.storage.fs import PosixFs
 
@@ -25,10 +34,18 @@ def write_journal(folder: Path, groups: dict[str, list[Sample]]) -> Path:
     return folder / JOURNAL_NAME
 
 
+def read_all(*folders: Path) -> dict[str, list[Sample]]:
+    """What a fresh reader finds, later folders over earlier ones."""
+    entries = list(JournalReader().poll(folders))
+    found = {entry.key: read_group(entry) for entry in entries}
+    assert all(found[e.key][0].group_index == e.group_index for e in entries)
+    return found
+
+
 def test_what_was_appended_is_taken_over(tmp_path: Path) -> None:
     write_journal(tmp_path / "a1", {"k0": group(0), "k1": group(1)})
     write_journal(tmp_path / "a2", {"k1": group(1, reward=1.0), "k2": group(2)})
-    found = read_journals([str(tmp_path / "a1"), str(tmp_path / "none"), str(tmp_path / "a2")])
+    found = read_all(tmp_path / "a1", tmp_path / "none", tmp_path / "a2")
     assert found == {"k0": group(0), "k1": group(1, reward=1.0), "k2": group(2)}
 
 
@@ -38,9 +55,9 @@ def test_any_torn_end_loses_only_the_last_group(tmp_path: Path) -> None:
     first = len(render_line("k0", group(0)))
     for size in range(first, len(whole)):
         path.write_bytes(whole[:size])
-        assert read_journals([str(tmp_path)]) == {"k0": group(0)}
+        assert read_all(tmp_path) == {"k0": group(0)}
     path.write_bytes(whole)
-    assert len(read_journals([str(tmp_path)])) == 2
+    assert len(read_all(tmp_path)) == 2
 
 
 def test_a_damaged_line_costs_its_group_and_is_reported(
@@ -50,7 +67,7 @@ def test_a_damaged_line_costs_its_group_and_is_reported(
     lines = path.read_bytes().split(b"\n")
     lines[1] = lines[1].replace(b'"reward":0.5', b'"reward":0.6')
     path.write_bytes(b"\n".join(lines))
-    assert set(read_journals([str(tmp_path)])) == {"k0", "k2"}
+    assert set(read_all(tmp_path)) == {"k0", "k2"}
     assert "journal.jsonl:2 is damaged" in caplog.text
 
 
@@ -77,7 +94,40 @@ def test_a_line_gives_back_exactly_what_went_in(
     ]
     line = render_line("key", samples)
     assert line.count(b"\n") == 1
-    assert parse_line(line[:-1]) == ("key", samples)
+    head = parse_head(line[:-1])
+    assert head is not None and (head["key"], head["keep"]) == ("key", True)
+    assert parse_samples(line[:-1]) == samples
+
+
+def test_whole_numbers_of_any_size_come_back(tmp_path: Path) -> None:
+    samples = [replace(s, label=-(2**70), metadata={"n": [10**19, 1e300]}) for s in group(0)]
+    write_journal(tmp_path, {"k": samples})
+    assert read_all(tmp_path) == {"k": samples}
+    assert isinstance(read_all(tmp_path)["k"][0].label, int)
+
+
+def test_a_reader_follows_what_is_appended(tmp_path: Path) -> None:
+    reader, path = JournalReader(), tmp_path / JOURNAL_NAME
+    lines = [render_line(f"k{k}", group(k), keep=bool(k % 2), reason="same") for k in range(4)]
+    whole = b"".join(lines)
+    seen: list[tuple[str, bool]] = []
+    for size in range(0, len(whole) + 1, 97):
+        path.write_bytes(whole[:size])
+        seen += [(entry.key, entry.keep) for entry in reader.poll([tmp_path])]
+    path.write_bytes(whole)
+    seen += [(entry.key, entry.keep) for entry in reader.poll([tmp_path])]
+    assert seen == [("k0", False), ("k1", True), ("k2", False), ("k3", True)]
+    assert list(reader.poll([tmp_path])) == []
+
+
+def test_a_group_whose_line_changed_is_not_read(tmp_path: Path) -> None:
+    path = write_journal(tmp_path, {"k0": group(0), "k1": group(1)})
+    first, second = JournalReader().poll([tmp_path])
+    path.write_bytes(path.read_bytes().replace(b'"seed":9', b'"seed":8', 1))
+    assert read_group(first) is None
+    assert read_group(second) == group(1)
+    path.unlink()
+    assert read_group(second) is None
 
 
 class SlowFs(PosixFs):

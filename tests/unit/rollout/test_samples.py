@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from slurm_rl.errors import CorruptError
-from slurm_rl.rollout.samples import Sample, read_samples, write_samples
+from slurm_rl.rollout.samples import (
+    Sample,
+    as_version,
+    pack_samples,
+    read_samples,
+    take_samples,
+    write_samples,
+    write_tensors,
+)
 
 
 def make_sample(group: int, index: int, *, length: int = 2, **changes: object) -> Sample:
@@ -73,3 +81,43 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     save_file(arrays | {"rewards": batch.rewards.astype(np.float64)}, path)
     with pytest.raises(CorruptError, match="tensor rewards"):
         read_samples([path])
+
+
+def test_what_a_sample_leaves_out_follows_from_the_rest(tmp_path: Path) -> None:
+    """A rollout of its own, all tokens of the weights that finished it, and no reward: NaN."""
+    plain = make_sample(0, 1, weights_version=4, reward=None)
+    told = make_sample(0, 2, weights_version=4, token_versions=(3, 4), rollout_index=1)
+    write_samples(tmp_path, [told, plain])
+    batch = read_samples([tmp_path / "samples.safetensors"])
+    assert batch.token_versions.tolist() == [4, 4, 3, 4]
+    assert batch.rollout_index.tolist() == [1, 1]
+    assert np.isnan(batch.rewards).tolist() == [True, False]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=8), st.data())
+def test_some_samples_in_any_order_keep_what_is_theirs(sizes, data) -> None:  # type: ignore[no-untyped-def]
+    samples = [make_sample(g, i, length=n) for i, (g, n) in enumerate(sizes)]
+    order = data.draw(
+        st.lists(st.sampled_from(range(len(samples))), max_size=8) if samples else st.just([])
+    )
+    taken = take_samples(pack_samples(samples), np.array(order, np.intp))
+    expected = pack_samples([samples[i] for i in order])
+    for name in expected.__dataclass_fields__:
+        np.testing.assert_array_equal(getattr(taken, name), getattr(expected, name), name)
+
+
+def test_versions_move_together_and_not_below_zero() -> None:
+    samples = [make_sample(0, 0, weights_version=4, token_versions=(1, 4)), make_sample(0, 1)]
+    batch = as_version(pack_samples(samples), 2)
+    assert batch.weights_version.tolist() == [2, 2]
+    assert batch.token_versions.tolist() == [0, 2, 2, 2]
+    same = as_version(pack_samples(samples[:1]), 4)
+    assert same.token_versions.tolist() == [1, 4] and same.token_versions.dtype == np.int32
+
+
+def test_arrays_written_alone_read_back(tmp_path: Path) -> None:
+    batch = pack_samples([make_sample(0, 0), make_sample(0, 1)])
+    assert write_tensors(tmp_path, batch) == ["samples.safetensors"]
+    again = read_samples([tmp_path / "samples.safetensors"])
+    for name in batch.__dataclass_fields__:
+        np.testing.assert_array_equal(getattr(again, name), getattr(batch, name), name)

@@ -128,6 +128,11 @@ def test_the_telling_line_of_a_log(tmp_path: Path) -> None:
         ("", "it said nothing"),
         ("loading\nready\n", "ready"),
         ("a\nRuntimeError: out of memory\nbye\n\n", "RuntimeError: out of memory"),
+        ("a\nb error: no port\nbye", "b error: no port"),
+        (
+            "Traceback …\ntorch.OutOfMemoryError: 3 GiB\n\n[12:00] Pyspy failed. Error: not found\nKilled",
+            "torch.OutOfMemoryError: 3 GiB",
+        ),
     ):
         path.write_text(text)
         assert read_last_error(path) == expected

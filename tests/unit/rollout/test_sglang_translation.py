@@ -1,20 +1,32 @@
 """What is said to SGLang and understood of its answers. A real server is in tests/sglang."""
 
 import json
+import time
 from pathlib import Path
 
+import orjson
 import pytest
 
 from slurm_rl.errors import ConfigError, EngineError, ModelError
 from slurm_rl.rollout.engine import Completion, Request, Sampling, Weights
-from slurm_rl.rollout.sglang import (
+from slurm_rl.rollout.sglang.options import (
+    Place,
     SglangOptions,
-    parse_completion,
+    plan_environments,
+    plan_log_path,
     plan_options,
+    plan_sizes,
     read_dtype,
     render_argument,
     render_command,
+    visible_gpus,
+)
+from slurm_rl.rollout.sglang.wire import (
+    parse_answer,
+    parse_completion,
+    parse_scoring,
     render_request,
+    render_scoring,
 )
 
 WEIGHTS = Weights(Path("/m"), 3, "xxh3:1", "run/v3/xxh3:1")
@@ -79,7 +91,9 @@ def test_weights_are_served_in_their_own_dtype(tmp_path: Path) -> None:
         read_dtype(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["model_path", "model-path", "port", "weight_version"])
+@pytest.mark.parametrize(
+    "name", ["model_path", "model-path", "port", "weight_version", "nnodes", "served_model_name"]
+)
 def test_what_the_run_sets_cannot_be_set(name: str) -> None:
     with pytest.raises(ConfigError, match="is set by the run itself"):
         render_command(SglangOptions({name: "x"}, {}, Path("log")), WEIGHTS, port=1, dtype=None)
@@ -91,29 +105,143 @@ def test_options_of_a_run(make_settings, tmp_path: Path) -> None:  # type: ignor
         sglang_env={"SGLANG_USE_CPU_ENGINE": 1},
         sglang_python="/py",
         concurrency=9,
+        replicas=2,
     )
     options = plan_options(
         settings, environment={"A": "b"}, log_path=tmp_path / "log", random_seed=5
     )
     assert options.environment == {"A": "b", "SGLANG_USE_CPU_ENGINE": "1"}
     assert (options.python, options.deterministic, options.concurrency) == ("/py", True, 9)
+    assert (options.replicas, options.num_nodes) == (2, 1)
+    assert plan_log_path(options, 0) == tmp_path / "log"
+    assert plan_log_path(options, 1) == tmp_path / "log-1"
 
 
-def test_each_sample_has_its_own_seed() -> None:
-    body = render_request(Request(4, (1, 2), (7, 8)), Sampling(5, 0.5, 0.9, 3, ("x",), (9,)))
-    assert body["input_ids"] == [[1, 2], [1, 2]]
-    assert [p.pop("sampling_seed") for p in body["sampling_params"]] == [7, 8]
-    for params in body["sampling_params"]:
-        assert params == {
-            "max_new_tokens": 5,
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, {"cuda_graph_max_bs_decode": 1024, "max_running_requests": 1024}),
+        ({"device": "cpu"}, {}),
+        ({"dp_size": 3}, {"cuda_graph_max_bs_decode": 342, "max_running_requests": 342}),
+        # With attention split over workers SGLang divides the second by their number.
+        (
+            {"dp_size": 3, "tp_size": 3, "enable_dp_attention": True},
+            {"cuda_graph_max_bs_decode": 342, "max_running_requests": 1026},
+        ),
+        ({"cuda_graph_max_bs_decode": 8}, {"max_running_requests": 1024}),
+        ({"cuda_graph_bs_decode": [1, 8]}, {"max_running_requests": 1024}),
+        ({"disable_cuda_graph": True}, {"max_running_requests": 1024}),
+        ({"max_running_requests": 99}, {"cuda_graph_max_bs_decode": 1024}),
+    ],
+)
+def test_graphs_are_captured_for_the_concurrency(arguments: dict, expected: dict) -> None:  # type: ignore[type-arg]
+    options = SglangOptions(arguments, {}, Path("log"), concurrency=1024)
+    assert plan_sizes(options) == expected
+    command = render_command(options, WEIGHTS, port=1, dtype=None)
+    for name, value in (expected | arguments).items():
+        if isinstance(value, int) and not isinstance(value, bool):
+            flag = "--" + name.replace("_", "-")
+            assert command.count(flag) == 1
+            assert command[command.index(flag) + 1] == str(value)
+
+
+def test_replicas_differ_in_what_must_differ() -> None:
+    options = SglangOptions({}, {}, Path("log"), random_seed=(1 << 31) - 1, replicas=2)
+    seeds = set()
+    for replica in range(2):
+        command = render_command(options, WEIGHTS, port=1, dtype=None, replica=replica)
+        seeds.add(int(command[command.index("--random-seed") + 1]))
+    assert len(seeds) == 2
+    assert all(0 <= seed < 1 << 31 for seed in seeds)
+
+
+def test_all_nodes_of_a_server_start_the_same_command_but_for_the_rank() -> None:
+    options = SglangOptions({"tp_size": 16}, {}, Path("log"), random_seed=5, num_nodes=2)
+    commands = [
+        render_command(options, WEIGHTS, port=1, dtype=None, place=Place(rank, 2, "n1:2000"))
+        for rank in range(2)
+    ]
+    differ = [(a, b) for a, b in zip(*commands, strict=True) if a != b]
+    assert differ == [("0", "1")]
+    for part in ("--nnodes 2", "--node-rank 1", "--dist-init-addr n1:2000"):
+        assert part in " ".join(commands[1])
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "3,1"}, ("3", "1")),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b"}, ("GPU-a", "GPU-b")),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ()),
+        ({}, ("0", "1")),
+    ],
+)
+def test_gpus_that_a_node_shows(
+    environment: dict[str, str], expected: tuple[str, ...], tmp_path: Path
+) -> None:
+    for name in ("0000:1b:00.0", "0000:43:00.0"):
+        (tmp_path / name).mkdir()
+    assert visible_gpus(environment, driver=tmp_path) == expected
+    assert visible_gpus({}, driver=tmp_path / "none") == ()
+
+
+def test_each_replica_has_gpus_of_its_own() -> None:
+    gpus = tuple("abcdefgh")
+    options = SglangOptions({"tp_size": 2, "pp_size": 2}, {"A": "b"}, Path("log"), gpus=gpus)
+    assert plan_environments(options) == [{"A": "b"}], "one server sees what we see"
+    two = SglangOptions({"tp_size": 2, "pp_size": 2}, {}, Path("log"), gpus=gpus, replicas=2)
+    assert [e["CUDA_VISIBLE_DEVICES"] for e in plan_environments(two)] == ["a,b,c,d", "e,f,g,h"]
+    with pytest.raises(ConfigError, match=r"3 servers of 4 GPUs .* do not fit on the 8 GPUs"):
+        plan_environments(
+            SglangOptions({"tp_size": 2, "dp_size": 2}, {}, Path("log"), gpus=gpus, replicas=3)
+        )
+    shared = {"tp_size": 4, "dp_size": 4, "enable_dp_attention": True}
+    assert len(plan_environments(SglangOptions(shared, {}, Path("l"), gpus=gpus, replicas=2))) == 2
+    cpu = SglangOptions({"device": "cpu"}, {}, Path("log"), replicas=3)
+    assert plan_environments(cpu) == [{}, {}, {}]
+
+
+def test_each_sample_has_its_own_seed_start_and_limit() -> None:
+    sampling = Sampling(5, 0.5, 0.9, 3, 0.1, ("x",), (9,))
+    body = render_request(Request(4, (1, 2), (7, 8), ((), (5, 6))), sampling)
+    assert body["input_ids"] == [[1, 2], [1, 2, 5, 6]]
+    assert body["return_logprob"] is True
+    params = body["sampling_params"]
+    assert [p.pop("sampling_seed") for p in params] == [7, 8]
+    assert [p.pop("max_new_tokens") for p in params] == [5, 3]
+    for shared in params:
+        assert shared == {
             "temperature": 0.5,
             "top_p": 0.9,
             "top_k": 3,
+            "min_p": 0.1,
             "stop": ["x"],
             "stop_token_ids": [9],
             "skip_special_tokens": False,
         }
-    assert "n" not in body["sampling_params"][0]
+    assert "n" not in params[0]
+
+
+def test_scoring_generates_nothing() -> None:
+    body = render_scoring((1, 2, 3))
+    assert body["input_ids"] == [1, 2, 3]
+    assert body["logprob_start_len"] == 0
+    assert body["sampling_params"] == {"max_new_tokens": 0, "temperature": 1.0}
+    scored = [[None, 1, None], [-0.5, 2, None], [-1.5, 3, None]]
+    meta = {"weight_version": WEIGHTS.label, "input_token_logprobs": scored}
+
+    def answer(**changes: object) -> bytes:
+        return orjson.dumps({"meta_info": meta | changes})
+
+    assert parse_scoring(answer(), (1, 2, 3), label=WEIGHTS.label) == [-0.5, -1.5]
+    for changes, message in (
+        ({"weight_version": "other"}, "with the weights other"),
+        ({"input_token_logprobs": scored[:2]}, "scored other tokens"),
+        ({"input_token_logprobs": [*scored[:2], [None, 3, None]]}, "NaN"),
+        ({"input_token_logprobs": None}, "did not score"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            parse_scoring(answer(**changes), (1, 2, 3), label=WEIGHTS.label)
 
 
 def result(**meta: object) -> dict[str, object]:
@@ -137,9 +265,43 @@ def test_a_result_becomes_a_completion() -> None:
         ({"weight_version": "run/v2/xxh3:0"}, "answered with the weights run/v2/xxh3:0"),
         ({"weight_version": None}, "answered with the weights None"),
         ({"output_token_logprobs": [[-0.5, 3, None]]}, "other tokens"),
+        ({"output_token_logprobs": []}, "other tokens"),
+        ({"output_token_logprobs": [[-0.5, 3, None], [float("nan"), 4, None]]}, "log-prob nan"),
+        ({"output_token_logprobs": [[-0.5, 3, None], [float("-inf"), 4, None]]}, "log-prob -inf"),
         ({"finish_reason": None}, "for the reason None"),
     ],
 )
 def test_a_result_that_cannot_be_trusted_is_an_error(meta: dict[str, object], message: str) -> None:
     with pytest.raises(EngineError, match=message):
         parse_completion(result(**meta), label=WEIGHTS.label)
+
+
+def test_what_was_cut_off_counts_as_far_as_it_is_complete() -> None:
+    abort = {"type": "abort", "message": "Abort"}
+    cut = result(finish_reason=abort) | {"output_ids": [3, 4, 5]}
+    completion = parse_completion(cut, label=WEIGHTS.label)
+    assert completion == Completion((3, 4), (-0.5, -1.5), "abort", WEIGHTS.label)
+    # Taken from the queue before it began: SGLang leaves most of it out.
+    early = {"weight_version": WEIGHTS.label, "finish_reason": abort}
+    completion = parse_completion({"output_ids": [], "meta_info": early}, label=WEIGHTS.label)
+    assert completion == Completion((), (), "abort", WEIGHTS.label)
+    with pytest.raises(EngineError, match="other tokens"):
+        parse_completion(cut | {"output_ids": [9, 4, 5]}, label=WEIGHTS.label)
+
+
+def test_an_answer_costs_little_per_token() -> None:
+    """At 35,000 tokens a second and more, parsing must stay a few percent of one core."""
+    num, length = 16, 2000
+    triples = [[-0.12345678 - i / 1e5, i % 150_000, None] for i in range(length)]
+    one = {"text": "", "output_ids": [t[1] for t in triples]}
+    one["meta_info"] = result()["meta_info"] | {"output_token_logprobs": triples}  # type: ignore[operator]
+    data = orjson.dumps([one] * num)
+    request, sampling = Request(0, (1, 2), tuple(range(num))), Sampling(length)
+    times = []
+    for _ in range(5):
+        began = time.process_time()
+        answer = parse_answer(data, request, sampling, label=WEIGHTS.label)
+        times.append(time.process_time() - began)
+    assert len(answer.completions) == num
+    per_token_us = min(times) / (num * length) * 1e6
+    assert per_token_us < 5.0, f"{per_token_us:.2f} µs a token"

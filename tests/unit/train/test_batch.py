@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from slurm_rl.errors import DataError
 from slurm_rl.rollout.samples import SampleBatch
-from slurm_rl.train.batch import check_samples, pack_microbatch, plan_steps, rollout_weights
+from slurm_rl.train.batch import (
+    check_samples,
+    conversation_sizes,
+    pack_microbatch,
+    plan_steps,
+    rollout_weights,
+    sample_advantages,
+)
 
 
 @pytest.fixture
@@ -22,9 +29,11 @@ def samples():
         response_lengths=np.array([2, 3, 1], np.int32),
         rollout_logprobs=-np.arange(1, 7, dtype=np.float32),
         loss_mask=np.array([1, 1, 1, 0, 1, 1], np.uint8),
+        token_versions=np.zeros(6, np.int32),
         rewards=np.array([1.0, 0.0, 0.5], np.float32),
         group_index=np.array([0, 0, 1], np.int64),
         sample_index=np.array([0, 1, 0], np.int64),
+        rollout_index=np.array([0, 1, 0], np.int64),
         weights_version=np.zeros(3, np.int32),
         truncated=np.zeros(3, np.uint8),
     )
@@ -35,7 +44,7 @@ def pack(samples, members, **options):
         samples,
         members,
         advantages_B=torch.tensor([0.1, 0.2, 0.3]),
-        weights_R=rollout_weights(samples, per_token=False),
+        weights_R=options.pop("weights_R", rollout_weights(samples, per_token=False)),
         per_token=options.pop("per_token", False),
         **options,
     )
@@ -81,7 +90,7 @@ def test_lengths_are_rounded_up_at_the_end(samples):
     num=st.integers(1, 40), step=st.integers(1, 16), micro=st.integers(1, 8), dp=st.integers(1, 5)
 )
 def test_every_sample_is_trained_on_once_and_in_order(num, step, micro, dp):
-    plan = plan_steps(num, global_batch_size=step, micro_batch_size=micro, dp_size=dp)
+    plan = plan_steps([1] * num, global_batch_size=step, micro_batch_size=micro, dp_size=dp)
     flat = [i for ranks in plan for batches in ranks for batch in batches for i in batch]
     assert flat == list(range(num))
     assert len(plan) == -(-num // step)
@@ -118,3 +127,77 @@ def test_what_is_masked_may_be_anything(samples):
 def test_too_long_is_refused(samples):
     with pytest.raises(DataError, match="4 tokens, the model takes 3"):
         check_samples(samples, vocab_size=20, max_positions=3)
+
+
+def conversations(samples):
+    """The first two samples are parts of one conversation."""
+    return dataclasses.replace(samples, rollout_index=np.array([0, 0, 0], np.int64))
+
+
+def test_a_conversation_of_two_samples_counts_once(samples):
+    parts = conversations(samples)
+    assert conversation_sizes(parts).tolist() == [2, 1]
+    # Four of its five tokens are trained on: each is a quarter of the conversation.
+    batch = pack(parts, [0, 1, 2], weights_R=rollout_weights(parts, per_token=False))
+    assert batch.weights_N.tolist() == [0.25, 0.25, 0.25, 0.25, 1.0]
+    assert batch.denominator == 2
+    # Wherever its parts go, together they add one.
+    assert [pack(parts, [i]).denominator for i in range(3)] == [1, 0, 1]
+    assert pack(parts, [0, 1, 2], per_token=True).denominator == 5
+
+
+def test_a_step_takes_whole_conversations(samples):
+    sizes = [2, 1, 3, 1]
+    plan = plan_steps(sizes, global_batch_size=2, micro_batch_size=2, dp_size=2)
+    assert plan == [[[[0, 1]], [[2]]], [[[3, 4]], [[5, 6]]]]
+
+
+def test_a_conversation_counts_once_in_its_groups_statistics(samples):
+    """Rewards 4 (of a conversation of two), 1, 1 in a group: mean 2, not 2.5."""
+    four = dataclasses.replace(
+        samples,
+        rewards=np.array([4.0, 4.0, 1.0, 1.0], np.float32),
+        group_index=np.zeros(4, np.int64),
+        rollout_index=np.array([0, 0, 1, 2], np.int64),
+    )
+    assert sample_advantages(four, divide_by_std=False).tolist() == [2.0, 2.0, -1.0, -1.0]
+    scaled = sample_advantages(four, divide_by_std=True)
+    assert torch.allclose(scaled, torch.tensor([2.0, 2.0, -1.0, -1.0]) / 3**0.5, atol=1e-5)
+
+
+def test_a_sample_that_is_not_trained_on_counts_in_its_group(samples):
+    """Its reward moves the others' advantages; its own tokens have no place in the batch."""
+    masked = dataclasses.replace(samples, loss_mask=np.array([0, 0, 1, 1, 1, 1], np.uint8))
+    advantages = sample_advantages(masked, divide_by_std=False)
+    assert advantages.tolist() == [0.5, -0.5, 0.0]
+    batch = pack(masked, [0, 1])
+    assert batch.targets_N.tolist() == [12, 13, 14] and batch.denominator == 2
+
+
+def test_parts_of_a_conversation_that_are_apart_are_refused(samples):
+    apart = dataclasses.replace(
+        samples,
+        group_index=np.zeros(3, np.int64),
+        rollout_index=np.array([0, 1, 0], np.int64),
+    )
+    with pytest.raises(DataError, match="do not follow each other"):
+        conversation_sizes(apart)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=12), st.integers(1, 5), st.integers(1, 3))
+def test_every_part_of_a_conversation_is_in_one_step(sizes, step, dp):
+    plan = plan_steps(sizes, global_batch_size=step, micro_batch_size=2, dp_size=dp)
+    flat = [[i for batches in ranks for batch in batches for i in batch] for ranks in plan]
+    owner = [u for u, size in enumerate(sizes) for _ in range(size)]
+    assert [i for members in flat for i in members] == list(range(sum(sizes)))
+    for number, members in enumerate(flat):
+        assert {owner[i] // step for i in members} == {number}
+
+
+def test_tokens_of_earlier_weights_are_marked(samples):
+    carried = dataclasses.replace(
+        samples,
+        token_versions=np.array([2, 3, 3, 3, 2, 3], np.int32),
+        weights_version=np.full(3, 3, np.int32),
+    )
+    assert pack(carried, [0, 1, 2]).served_N.tolist() == [False, True, True, False, True]

@@ -1,0 +1,153 @@
+"""Which function a name or a dotted path means, and whether what it gave is a reward."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import numbers
+import traceback
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from slurm_rl.config.reward_checks import BOXED, REWARD_NAMES
+from slurm_rl.errors import ConfigError, RewardError
+from slurm_rl.rollout.rewards import asking, mathematics, programs, texts
+from slurm_rl.rollout.rewards.means import Means
+from slurm_rl.rollout.samples import Sample
+
+#: The user's: `(args, sample)`, or with group_rm `(args, samples)`; may be a coroutine function.
+RewardFunction = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltIn:
+    """A reward that comes with slurm-rl.
+
+    quick:    `(args, sample) -> float`, pure, in microseconds.
+    slow:     `async (means, args, sample) -> float | dict`: it asks a process or a server. With a
+              quick one beside it, it is for terms that have options.
+    is_boxed: it is given the content of the response's last `\\boxed{…}` alone; keeps_box: with
+              the box around it.
+    """
+
+    name: str
+    quick: Callable[[Any, Sample], float] | None = None
+    slow: Callable[[Means, Any, Sample], Awaitable[Any]] | None = None
+    is_boxed: bool = False
+    keeps_box: bool = False
+
+
+#: Names for `rollout.rm_type`, and for `rm_type` in a prompt's metadata.
+BUILT_IN: dict[str, BuiltIn] = {
+    entry.name: entry
+    for entry in (
+        BuiltIn("exact_match", texts.exact_match),
+        BuiltIn("prefix_match", texts.prefix_match),
+        BuiltIn("f1", texts.f1),
+        BuiltIn("gsm8k", texts.last_number),
+        BuiltIn("math", slow=mathematics.math_reward, keeps_box=True),
+        BuiltIn("deepscaler", slow=mathematics.deepscaler),
+        BuiltIn("dapo", texts.dapo),
+        BuiltIn("gpqa", texts.multiple_choice),
+        BuiltIn("multiple_choice", texts.multiple_choice),
+        BuiltIn("format", texts.think_answer, mathematics.format_reward),
+        BuiltIn("random", texts.seeded_random),
+        BuiltIn("code", slow=programs.code_reward),
+        BuiltIn("reasoning_gym", slow=mathematics.reasoning_gym),
+        BuiltIn("remote_rm", slow=asking.remote_rm),
+        BuiltIn("served_rm", slow=asking.served_rm),
+        BuiltIn("judge", slow=asking.judge),
+    )
+}
+
+
+def find_reward(*, rm_type: str | None, custom_rm_path: str | None) -> BuiltIn | RewardFunction:
+    """The function that a name or a dotted path means; ConfigError if it is not exactly one."""
+    if (rm_type is None) == (custom_rm_path is None):
+        raise ConfigError(
+            "rollout: set one of rm_type and custom_rm_path",
+            hint=f"rm_type is one of {', '.join(BUILT_IN)}",
+        )
+    if custom_rm_path is not None:
+        return import_function(custom_rm_path, field="rollout.custom_rm_path")
+    return find_built_in(rm_type)
+
+
+def find_built_in(name: Any) -> BuiltIn:
+    """The built-in of that name, with or without `boxed_` before it. Raises ConfigError."""
+    text = str(name)
+    entry = BUILT_IN.get(text.removeprefix(BOXED))
+    if entry is None or text not in REWARD_NAMES:
+        raise ConfigError(
+            f"rollout.rm_type = {name!r} is no built-in reward",
+            hint=f"there are {', '.join(BUILT_IN)}; for your own set custom_rm_path",
+        )
+    if text.startswith(BOXED):
+        return replace(entry, name=text, is_boxed=True)
+    return entry
+
+
+def import_function(dotted: str, *, field: str) -> Callable[..., Any]:
+    """The function at `package.module.name`; errors say which part is wrong.
+
+    A module that fails while it is imported is the user's code failing: RewardError.
+    """
+    module_name, _, name = dotted.rpartition(".")
+    if not module_name:
+        raise ConfigError(f"{field} = {dotted!r} has no module", hint="write module.function")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise RewardError(
+            f"{field} = {dotted!r}: no module named {error.name!r}",
+            hint="add the folder that holds it to `code`, or install it for this stage",
+        ) from error
+    except (Exception, SystemExit) as error:  # the user's code, at import
+        raise RewardError(
+            f"{field} = {dotted!r}: importing {module_name} raised"
+            f" {type(error).__name__}: {error}{failed_at(error)}"
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise RewardError(f"{field} = {dotted!r}: {module.__file__} has no function {name!r}")
+    return function  # type: ignore[no-any-return]
+
+
+def check_reward(value: Any, *, function: BuiltIn | RewardFunction, prompt: Any) -> float:
+    """`value` as a finite float; RewardError saying who returned what for which prompt."""
+    hint = "return a finite float"
+    if not isinstance(value, numbers.Real):
+        problem = f"a {type(value).__name__}, not a number"
+        if isinstance(value, dict):
+            hint = "name the entry to train on as rollout.reward_key"
+    elif not math.isfinite(value):
+        problem = str(float(value))
+    else:
+        return float(value)
+    raise RewardError(
+        f"reward {describe(function)} returned {problem} for the prompt {shorten(prompt)}",
+        hint=hint,
+    )
+
+
+def describe(function: Callable[..., Any] | BuiltIn) -> str:
+    """`name (file:line)`, for a person to click on."""
+    if isinstance(function, BuiltIn):
+        return function.name
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
+
+
+def failed_at(error: BaseException) -> str:
+    """` at file:line` of the innermost frame."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def shorten(prompt: Any) -> str:
+    """The prompt's beginning."""
+    text = repr(prompt)
+    return text if len(text) <= 60 else text[:57] + "…"

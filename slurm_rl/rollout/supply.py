@@ -1,0 +1,194 @@
+"""What a shard works on: its own visits in the order of the data, then what others have not done.
+
+Owns the ledger of the rollout and what is known of each group: planned, under way here, or done,
+and then where its samples lie. It takes visits from the stream as late as it can, so that little
+is held. Visits are dealt to the shards by their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from slurm_rl.rollout.carry import Carried
+from slurm_rl.rollout.closing import Close
+from slurm_rl.rollout.data import Visit
+from slurm_rl.rollout.groups import PlannedGroup, Planner
+from slurm_rl.rollout.journal import Entry
+from slurm_rl.rollout.ledger import Ledger
+
+
+class Visits(Protocol):
+    """Where new visits come from: `data.Stream`, or every row once."""
+
+    @property
+    def start(self) -> Cursor: ...
+    def take(self) -> Visit: ...
+    def cursor_after(self, group_index: int) -> Cursor: ...
+    def reopen(self) -> Visits: ...
+
+
+class Cursor(Protocol):
+    """A place in the data; `visits` were taken before it."""
+
+    @property
+    def visits(self) -> int: ...
+    def as_dict(self) -> dict[str, Any]: ...
+
+
+class Supply:
+    """See the module.
+
+    carried: what the rollout before handed on; these visits come first.
+    entries: number of a kept group -> where its samples lie.
+    """
+
+    def __init__(
+        self,
+        *,
+        carried: Sequence[Carried],
+        stream: Visits,
+        planner: Planner,
+        ledger: Ledger,
+        group_size: int = 1,
+        shard: int = 0,
+        num_shards: int = 1,
+    ) -> None:
+        self.group_size = group_size
+        self._carried = carried
+        self._stream = stream
+        self._planner = planner
+        self._shard, self._num_shards = shard, num_shards
+        self._num_entered = 0
+        self._open: dict[int, PlannedGroup] = {}  # entered, without a verdict
+        self._under_way: set[int] = set()
+        self._wanted: set[int] | None = None  # all that is still to be made, once it is closed
+        self._found: dict[str, Entry] = {}  # of groups that were not entered yet, by key
+        self.ledger = ledger
+        self.entries: dict[int, Entry] = {}
+
+    def is_own(self, group_index: int) -> bool:
+        return group_index % self._num_shards == self._shard
+
+    # -- work ---------------------------------------------------------------------------------
+
+    def take(self) -> PlannedGroup | None:
+        """The next group to generate: our own, else one that another shard has not done, from the
+        far end. None: nothing to do now. It counts as under way here."""
+        group = None if self._wanted is not None else self._take_own()
+        group = group or self._take_left()
+        if group is not None:
+            self._under_way.add(group.group_index)
+        return group
+
+    def _take_own(self) -> PlannedGroup | None:
+        while self.ledger.wants_more():
+            group = self._enter()
+            if group is not None and self.is_own(group.group_index):
+                return group
+        return None
+
+    def _take_left(self) -> PlannedGroup | None:
+        """What others have not done, or what came back from here, from the far end."""
+        for index in reversed(self._open):
+            if index not in self._under_way and (self._wanted is None or index in self._wanted):
+                return self._open[index]
+        return None
+
+    def _enter(self) -> PlannedGroup | None:
+        """Enter the next visit; its group, unless a journal holds it already."""
+        number, self._num_entered = self._num_entered, self._num_entered + 1
+        group = self._plan(number)
+        self.ledger.enter(group.group_index)
+        self._open[group.group_index] = group
+        entry = self._found.pop(group.key, None)
+        if entry is not None:
+            self.absorb(entry)
+            return None
+        return group
+
+    def _plan(self, number: int) -> PlannedGroup:
+        if number >= len(self._carried):
+            return self._planner.plan(self._stream.take())
+        visit, samples = self._carried[number]
+        return self._planner.resume(visit, samples) if samples else self._planner.plan(visit)
+
+    def catch_up(self) -> None:
+        """Enter visits as long as the batch wants more and the journals hold them."""
+        while self.ledger.wants_more() and self._enter() is None:
+            pass
+
+    # -- verdicts -----------------------------------------------------------------------------
+
+    def absorb(self, entry: Entry) -> bool:
+        """A journal holds a group; whether that is news."""
+        group = self._open.get(entry.group_index)
+        if group is None or group.key != entry.key:
+            self._remember(entry)
+            return False
+        del self._open[entry.group_index]
+        self._under_way.discard(entry.group_index)
+        if entry.keep:
+            self.entries[entry.group_index] = entry
+        return self.ledger.judge(entry.group_index, keep=entry.keep, reason=entry.reason)
+
+    def _remember(self, entry: Entry) -> None:
+        """An entry of a group that is not open: not entered yet, or done already.
+
+        Of two the earlier counts, unless a service was down then.
+        """
+        done = self.entries.get(entry.group_index)
+        if done is None:
+            known = self._found.get(entry.key)
+            if known is None or known.outcome == "ungraded":
+                self._found[entry.key] = entry
+        elif done.key == entry.key and done.outcome == "ungraded":
+            self.entries[entry.group_index] = entry
+
+    def absorb_all(self, entries: Iterable[Entry]) -> bool:
+        """As `absorb`, for each; whether any of them is news."""
+        return sum(self.absorb(entry) for entry in entries) > 0
+
+    def give_back(self, group_index: int) -> None:
+        """A group that was taken did not come to its end here."""
+        self._under_way.discard(group_index)
+
+    # -- closing ------------------------------------------------------------------------------
+
+    def close(self, *, is_late: bool) -> Close | None:
+        """How the batch can be closed by what is known here; None: not yet."""
+        decision = self.ledger.decide(is_late=is_late)
+        if decision is None:
+            return None
+        first, num = self._stream.start, decision.num_taken
+        after = self._stream.cursor_after(first.visits + num - 1) if num else first
+        return Close(decision, after.as_dict())
+
+    def adopt(self, close: Close) -> None:
+        """Another shard has closed the batch: enter all that it had taken."""
+        self._wanted = self._wanted or set()
+        while self._num_entered < len(self._carried) + close.decision.num_taken:
+            self._enter()
+
+    def ask_for(self, groups: Iterable[int]) -> None:
+        """Have these made again, and nothing else."""
+        self._wanted = set(groups)
+
+    def missing(self, close: Close) -> list[PlannedGroup]:
+        """Our own admitted groups that no journal is known to hold."""
+        lacking = [i for i in close.decision.admitted if self.is_own(i) and i not in self.entries]
+        return [self._open[index] for index in lacking if index in self._open]
+
+    def carried_visits(self, close: Close) -> list[Visit]:
+        """The visits of our own groups that carry over."""
+        wanted = {index for index in close.decision.carried if self.is_own(index)}
+        found = {i: group.visit for i, group in self._open.items() if i in wanted}
+        found |= {v.group_index: v for v, _ in self._carried if v.group_index in wanted}
+        if wanted - found.keys():
+            # Finished, but not admitted: their visits were let go. The data still has them.
+            again = self._stream.reopen()
+            for _ in range(close.decision.num_taken):
+                visit = again.take()
+                if visit.group_index in wanted:
+                    found[visit.group_index] = visit
+        return [found[index] for index in sorted(wanted)]

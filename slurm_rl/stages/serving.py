@@ -1,0 +1,215 @@
+"""An engine for a stage that generates: start it, prove what it serves, run a pipeline, stop it.
+
+Owns what a rollout and an evaluation do alike once their groups are planned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from slurm_rl.config.rollout_schema import Overrides
+from slurm_rl.config.schema import Settings
+from slurm_rl.errors import ModelError
+from slurm_rl.rollout.engine import Engine, Weights
+from slurm_rl.rollout.groups import Finisher
+from slurm_rl.rollout.pipeline import Grade, Outcome, Pipeline
+from slurm_rl.rollout.rewards import Graded, Grader
+from slurm_rl.rollout.samples import Sample
+from slurm_rl.rollout.single_turn import SingleTurn
+from slurm_rl.rollout.turns import make_generate
+from slurm_rl.rollout.weights import check_probe, describe_weights, hold_weights, weight_entries
+from slurm_rl.seeds import derive_seed
+from slurm_rl.storage.damage import check_inputs
+from slurm_rl.types import JOURNAL_NAME, Order
+
+#: What decides samples besides the weights, as far as it is installed beside this program.
+_LIBRARIES = ("transformers", "tokenizers", "torch", "sglang")
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Where a stage generates, and what with."""
+
+    order: Order
+    settings: Settings
+    tokenizer: Any
+
+
+def serve_and_run(
+    floor: Floor,
+    pipeline: Pipeline,
+    *,
+    engine: Engine | None = None,
+    is_graded: bool = True,
+    overrides: Overrides | None = None,
+) -> tuple[Outcome, dict[str, float]]:
+    """Run `pipeline` on an engine that has shown that it serves the weights; numbers about both.
+
+    engine: one that is running already, and is left running. is_graded: False leaves all rewards
+    to the score stage. overrides: what an evaluation sets for itself.
+    """
+    began = time.monotonic()
+    with serving(floor, engine) as (ready, weights):
+        started = time.monotonic()
+        outcome, gap = asyncio.run(_run(floor, pipeline, ready, weights, is_graded, overrides))
+        numbers = ready.metrics()
+    numbers |= {
+        "perf/engine_start_time": started - began,
+        "perf/generate_time": outcome.generate_s,
+        "perf/tokens_per_s": outcome.num_tokens / max(outcome.generate_s, 1e-9),
+    }
+    return outcome, numbers if gap is None else numbers | {"engine/probe_gap": gap}
+
+
+async def _run(
+    floor: Floor,
+    pipeline: Pipeline,
+    engine: Engine,
+    weights: Weights,
+    is_graded: bool,
+    overrides: Overrides | None,
+) -> tuple[Outcome, float | None]:
+    settings = floor.settings
+    gap = await check_probe(engine, weights, tolerance=settings.rollout.probe_tolerance)
+    generate = make_generate(
+        settings, engine=engine, tokenizer=floor.tokenizer, weights=weights
+    ) or SingleTurn(
+        engine,
+        Finisher(
+            weights,
+            floor.tokenizer,
+            masks_old=settings.rollout.mask_offpolicy_in_partial_rollout,
+        ),
+    )
+    journal_path = Path(floor.order.attempt_dir) / JOURNAL_NAME
+    if not is_graded:
+        return await pipeline.run(engine, generate, _leave, journal_path=journal_path), gap
+    async with Grader(settings, overrides=overrides) as grader:
+        grade: Grade = grader.grade
+        return await pipeline.run(engine, generate, grade, journal_path=journal_path), gap
+
+
+async def _leave(samples: Sequence[Sample]) -> Graded:
+    return Graded(tuple(samples), "ungraded", "the score stage grades")
+
+
+@contextmanager
+def serving(floor: Floor, engine: Engine | None) -> Iterator[tuple[Engine, Weights]]:
+    """An engine with the weights loaded, and the weights; ended on leaving if it was made here.
+
+    Raises CorruptError if a file of the weights is not what was committed.
+    """
+    order, rollout = floor.order, floor.settings.rollout
+    with hold_weights(
+        order.input("weights"),
+        run_id=order.run_id,
+        folder=rollout.stage_weights,
+        limit_gb=rollout.stage_weights_gb,
+    ) as weights:
+        if engine is not None:
+            engine.load_weights(weights)
+            yield engine, weights
+            return
+        engine = make_engine(floor)
+        try:
+            engine.start(weights)
+            yield engine, weights
+        finally:
+            engine.stop()
+
+
+def make_engine(floor: Floor) -> Engine:
+    """The engine that `rollout.engine` names, not started."""
+    order, settings = floor.order, floor.settings
+    if settings.rollout.engine == "embedded":
+        # Imported here: with SGLang this process needs no torch.
+        from slurm_rl.rollout.embedded import EmbeddedEngine
+
+        return EmbeddedEngine(floor.tokenizer, num_threads=settings.rollout.embedded_threads)
+    from slurm_rl.rollout.sglang import SglangEngine, plan_options
+
+    options = plan_options(
+        settings,
+        environment=os.environ,
+        log_path=Path(order.attempt_dir) / "sglang.log",
+        random_seed=derive_seed(settings.seed, "server", order.iteration, order.shard),
+    )
+    return SglangEngine(options)
+
+
+def read_model(order: Order) -> tuple[Weights, Any]:
+    """The weights by their commit's words, and the tokenizer beside them.
+
+    The small files are compared with the commit here, the weights themselves when they are served.
+    """
+    source = order.input("weights")
+    weights = describe_weights(source, run_id=order.run_id)
+    names = [entry.path for entry in weight_entries(source)]
+    check_inputs(source, [name for name in names if not name.endswith(".safetensors")])
+    return weights, load_tokenizer(weights.path)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer beside the weights. Raises ModelError, also for one that is not the model's."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # a damaged file raises whatever its parser raises
+        raise ModelError(
+            f"{folder}: its tokenizer cannot be loaded ({type(error).__name__}: {error})",
+            hint="the model's tokenizer files are missing or damaged",
+        ) from error
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    vocab_size = _read_config(folder).get("vocab_size")
+    if isinstance(vocab_size, int) and largest >= vocab_size:
+        raise ModelError(
+            f"{folder}: its tokenizer has a token {largest}, but the model's vocabulary ends at"
+            f" {vocab_size - 1}",
+            hint="the tokenizer is another model's; copy the right one there",
+        )
+    return tokenizer
+
+
+def find_context_len(settings: Settings, folder: Path) -> int | None:
+    """Most tokens of prompt and response together: as set, else as the model's config says.
+
+    Raises ModelError for more than the model takes.
+    """
+    model_len = _read_config(folder).get("max_position_embeddings")
+    own = settings.rollout.rollout_max_context_len
+    if own is not None and isinstance(model_len, int) and own > model_len:
+        raise ModelError(
+            f"rollout.rollout_max_context_len = {own} is more than the model's"
+            f" max_position_embeddings = {model_len}",
+            hint="lower it",
+        )
+    return own or model_len
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder}/config.json cannot be read: {error}") from error
+    return config if isinstance(config, dict) else {}
+
+
+def read_versions(names: Iterable[str] = _LIBRARIES) -> dict[str, str]:
+    """Versions of those libraries that are installed here."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

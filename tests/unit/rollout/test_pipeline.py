@@ -1,0 +1,219 @@
+"""The rollout around the engine: shards that help each other, kills, filters, closes, carry-over."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from toy.rollouts import Shard, Slow
+
+from slurm_rl.errors import EngineError
+from slurm_rl.rollout.carry import read_carried, write_carried
+from slurm_rl.rollout.engine import Weights
+from slurm_rl.rollout.filters import keep_nonzero_std
+from slurm_rl.types import JOURNAL_NAME
+
+#: The fixtures hold nothing that one example leaves to the next.
+OK = [HealthCheck.function_scoped_fixture]
+
+
+@pytest.fixture
+def folder(tmp_path_factory):
+    return lambda: tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture
+def plain(make_settings):
+    return make_settings(n_samples_per_prompt=3)
+
+
+def everything(shards):
+    return sorted(
+        (sample for shard in shards for sample in shard.samples()),
+        key=lambda s: (s.group_index, s.sample_index),
+    )
+
+
+async def together(shards):
+    return await asyncio.gather(*(shard.run() for shard in shards))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=OK)
+@given(st.integers(1, 4), st.integers(0, 10**6), st.booleans())
+def test_shards_make_what_one_makes(folder, plain, num_shards, seed, is_filtered):
+    keep = keep_nonzero_std if is_filtered else None
+    alone = asyncio.run(Shard(folder(), plain, keep=keep).run())
+    root = folder()
+    shards = [
+        Shard(root, plain, number, num_shards, keep=keep, over=15, engine=Slow(seed=seed + number))
+        for number in range(num_shards)
+    ]
+    asyncio.run(together(shards))
+    assert everything(shards) == everything([alone])
+    assert len(everything(shards)) == 12 * 3
+    assert {str(shard.close) for shard in shards} == {str(alone.close)}
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=OK)
+@given(st.integers(0, 10**6), st.floats(0.0, 0.03), st.binary(max_size=20))
+def test_one_is_killed_half_way(folder, plain, seed, after_s, torn):
+    alone = asyncio.run(Shard(folder(), plain).run())
+    root = folder()
+    engines = [Slow(seed=seed + number, longest_s=0.02) for number in range(2)]
+    victim, other = (Shard(root, plain, n, 2, engine=engines[n]) for n in range(2))
+
+    async def run():
+        tasks = [asyncio.create_task(shard.run()) for shard in (victim, other)]
+        await asyncio.sleep(after_s)
+        tasks[0].cancel()
+        await asyncio.gather(tasks[0], return_exceptions=True)
+        # What the kill leaves of a line.
+        if (victim.folder / JOURNAL_NAME).exists():
+            with open(victim.folder / JOURNAL_NAME, "ab") as file:
+                file.write(torn.replace(b"\n", b" "))
+        return await tasks[1]
+
+    asyncio.run(run())
+    # Its own job comes back, or another one's takes its place: there is nothing left to generate.
+    again = Shard(root, plain, 0, 2, attempt=2)
+    again.close = again.pipeline.settle()
+    assert again.close is not None and again.close == other.close
+    assert everything([again, other]) == everything([alone])
+
+
+def test_a_shard_that_never_starts_is_done_by_the_other(folder, plain):
+    root = folder()
+    other = asyncio.run(Shard(root, plain, 1, 2).run())
+    assert sorted(other.engine.made) == list(range(12)), "each was made once"
+    late = Shard(root, plain, 0, 2)
+    late.close = late.pipeline.settle()
+    assert late.close == other.close
+    assert {s.group_index for s in late.samples()} == set(range(0, 12, 2))
+
+
+def test_a_slow_shard_is_helped_from_its_far_end(folder, plain):
+    root = folder()
+    slow = Shard(root, plain, 0, 2, engine=Slow(seed=1, longest_s=1.0, concurrency=3))
+    fast = Shard(root, plain, 1, 2, engine=Slow(seed=1, longest_s=0.001, concurrency=3))
+    began = time.monotonic()
+    asyncio.run(together([slow, fast]))
+    assert time.monotonic() - began < 2.0, "six groups in turn take three seconds"
+    theirs = [index for index in fast.engine.made if index % 2 == 0]
+    assert theirs[:2] == [10, 8]
+    assert len(everything([slow, fast])) == 36
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=OK)
+@given(st.integers(0, 10**6), st.sampled_from([0.5, 0.75, 1.0]))
+def test_by_arrival_all_shards_agree_and_nothing_is_lost(folder, plain, seed, close_at):
+    root = folder()
+    shards = [
+        Shard(
+            root,
+            plain,
+            n,
+            3,
+            admission="arrival",
+            close_at=close_at,
+            over=16,
+            keep=keep_nonzero_std,
+            engine=Slow(seed=seed + n),
+        )
+        for n in range(3)
+    ]
+    asyncio.run(together(shards))
+    decision = shards[0].close.decision
+    assert all(shard.close == shards[0].close for shard in shards)
+    # More than the quorum may have come between two looks.
+    assert 12 * close_at <= len(decision.admitted) <= 12
+    assert sorted({s.group_index for s in everything(shards)}) == decision.admitted
+    assert len(everything(shards)) == 3 * len(decision.admitted)
+    taken = decision.num_taken
+    assert len(decision.admitted) + len(decision.carried) + decision.num_dropped == taken
+    visits = [v.group_index for shard in shards for v in shard.supply.carried_visits(shard.close)]
+    assert sorted(visits) == decision.carried
+    assert shards[0].close.cursor == {"visits": taken}
+
+
+def test_what_was_cut_off_goes_on_with_other_weights(folder, plain, tmp_path):
+    engine = Slow(seed=3, longest_s=0.5, concurrency=36)
+    first = Shard(folder(), plain, admission="arrival", close_at=0.5, engine=engine)
+    asyncio.run(first.run())
+    carried = [
+        (visit, tuple(first.outcome.cut_off.get(visit.group_index, ())))
+        for visit in first.supply.carried_visits(first.close)
+    ]
+    # As if each had got two tokens before it was cut off.
+    carried = [
+        (visit, tuple(cut(sample) for sample in samples)) for visit, samples in carried if samples
+    ]
+    assert len(carried) >= 4
+    names = write_carried(tmp_path, carried)
+    read = read_carried([tmp_path / name for name in names])
+    assert read == carried
+
+    newer = Weights(first.weights.path, version=4, digest="xxh3:4", label="run/v4")
+    second = Shard(folder(), plain, first=12, carried=tuple(read), weights=newer)
+    asyncio.run(second.run())
+    groups = [visit.group_index for visit, _ in carried]
+    assert [s.group_index for s in everything([second])][: 3 * len(groups)] == sorted(groups * 3)
+    for sample in everything([second]):
+        if sample.group_index in groups:
+            assert sample.token_versions == (3, 3) + (4,) * (sample.response_length - 2)
+            assert sample.weights_version == 4
+        else:
+            assert sample.token_versions == ()
+
+
+def cut(sample):
+    """A sample that had two tokens when it was cut off."""
+    tokens = (sample.seed % 40, sample.seed % 40 + 1)
+    return replace(
+        sample,
+        response_tokens=tokens,
+        rollout_logprobs=(-0.5, -0.5),
+        loss_mask=(1, 1),
+        status="aborted",
+        weights_version=3,
+    )
+
+
+def test_after_the_deadline_it_closes_with_what_there_is(folder, plain):
+    engine = Slow(seed=2, longest_s=5.0, concurrency=36)
+    shard = Shard(folder(), plain, admission="arrival", close_after_s=0.5, engine=engine)
+    began = time.monotonic()
+    asyncio.run(shard.run())
+    assert 0.4 < time.monotonic() - began < 3.0
+    assert 1 <= len(shard.close.decision.admitted) < 12
+
+
+def test_an_engine_that_fails_ends_the_rollout_and_the_next_goes_on(folder, plain):
+    class Breaks(Slow):
+        async def generate(self, request, sampling):
+            if len(self.made) >= 5:
+                raise EngineError("the server died")
+            return await super().generate(request, sampling)
+
+    root = folder()
+    with pytest.raises(EngineError, match="the server died"):
+        asyncio.run(Shard(root, plain, engine=Breaks(seed=1)).run())
+    again = asyncio.run(Shard(root, plain, attempt=2).run())
+    assert 0 < len(again.engine.made) <= 12 - 1
+    alone = asyncio.run(Shard(folder(), plain).run())
+    assert everything([again]) == everything([alone])
+
+
+def test_a_decision_whose_group_is_gone_has_it_made_again(folder, plain, monkeypatch):
+    monkeypatch.setattr("slurm_rl.rollout.pipeline._LOOK_FOR_S", 0.1)
+    root = folder()
+    other = asyncio.run(Shard(root, plain, 1, 2).run())
+    journal = other.folder / JOURNAL_NAME
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(line for line in lines if b'"group_index":4,' not in line))
+    late = asyncio.run(Shard(root, plain, 0, 2).run())
+    assert late.engine.made == [4]
+    assert len(everything([late])) == 18

@@ -1,0 +1,245 @@
+"""The user's own function: what it gets, what it may return, and every way to get it wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from slurm_rl.errors import EngineError, RewardError
+from slurm_rl.rollout.samples import Sample
+from slurm_rl.rollout.turns import make_generate
+
+#: Two turns in slime's own form: tokens by hand, around `args.session`.
+BY_HAND = """
+async def generate(args, sample, sampling_params):
+    response, mask, logprobs = [], [], []
+    for turn in range(2):
+        said = await args.session.generate(sample.tokens + response)
+        response += said.tokens
+        mask += [1] * len(said.tokens)
+        logprobs += said.logprobs
+        if turn == 0:
+            added = args.tokenizer.encode(" go on ", add_special_tokens=False)
+            response += added
+            mask += [0] * len(added)
+            logprobs += [None] * len(added)
+    sample.tokens = sample.tokens + response
+    sample.response_length = len(response)
+    sample.response = args.tokenizer.decode(response)
+    sample.loss_mask = mask
+    sample.rollout_log_probs = logprobs
+    sample.status = sample.Status.COMPLETED
+    sample.metadata["params"] = sampling_params
+    sample.metadata["seen"] = [sample.group_index, sample.index, sample.session_id, sample.label]
+    return sample
+"""
+#: The same by a transcript.
+BY_TRANSCRIPT = """
+async def generate(args, sample, sampling_params):
+    talk = args.begin()
+    await talk.say()
+    talk.add_tokens(args.tokenizer.encode(" go on ", add_special_tokens=False))
+    await talk.say()
+    return sample.take(talk)
+"""
+
+
+@pytest.fixture
+def run(turn_settings, code, scripted, make_group, served, chat):  # type: ignore[no-untyped-def]
+    """Runs a module's `generate` on a group; the engine says `one`, `two`, …"""
+
+    def go(text: str, *, say: Any = None, group: Any = None, **rollout: Any) -> list[Sample]:
+        numbers = ["one", "two", "three", "four"]
+        engine = scripted(say or (lambda session, turn, request: numbers[turn]))
+        settings = turn_settings(custom_generate_function_path=f"{code(text)}.generate", **rollout)
+        generate = make_generate(settings, engine=engine, tokenizer=chat, weights=served)
+        go.engine = engine  # type: ignore[attr-defined]
+        return asyncio.run(generate(group or make_group(num=2, metadata={"k": [1]})))
+
+    return go
+
+
+def test_by_hand_and_by_transcript_are_the_same_sample(run, chat) -> None:  # type: ignore[no-untyped-def]
+    by_hand, by_transcript = run(BY_HAND), run(BY_TRANSCRIPT)
+    for mine, other in zip(by_hand, by_transcript, strict=True):
+        assert mine.response_tokens == other.response_tokens
+        assert mine.loss_mask == other.loss_mask
+        assert mine.rollout_logprobs == other.rollout_logprobs
+        assert (mine.seed, mine.rollout_index, mine.status) == (
+            other.seed,
+            other.rollout_index,
+            other.status,
+        )
+    first, second = by_hand
+    assert chat.decode(first.response_tokens) == "one<|im_end|> go on two<|im_end|>"
+    pairs = list(zip(first.rollout_logprobs, first.loss_mask, strict=True))
+    assert all((logprob == 0.0) == (mask == 0) for logprob, mask in pairs)
+    assert [s.rollout_index for s in by_hand] == [s.sample_index for s in by_hand] == [0, 1]
+    assert first.metadata["seen"] == [5, 0, "5/0", "7"]
+    assert second.metadata["seen"] == [5, 1, "5/1", "7"]
+    assert first.metadata["params"]["temperature"] == 0.9
+    assert first.metadata["params"]["max_new_tokens"] == 400
+    assert (first.weights_version, first.reward, first.label) == (3, None, "7")
+
+
+def test_settings_are_attributes(run) -> None:  # type: ignore[no-untyped-def]
+    body = BY_TRANSCRIPT.replace(
+        "    talk = args.begin()",
+        "    sample.reward = args.n_samples_per_prompt + args.seed + args.max_turns\n    talk = args.begin()",
+    )
+    assert {s.reward for s in run(body)} == {4 + 1234 + 4}
+
+
+def test_what_a_function_does_to_its_sample_stays_there(run, make_group) -> None:  # type: ignore[no-untyped-def]
+    group = make_group(num=2, metadata={"k": [1]})
+    body = BY_TRANSCRIPT.replace("    await", "    sample.metadata['k'].append(2)\n    await", 1)
+    samples = run(body, group=group)
+    assert [s.metadata["k"] for s in samples] == [[1, 2], [1, 2]]
+    assert group.visit.prompt.metadata == {"k": [1]}
+
+
+FAN_OUT = """
+import copy
+
+async def generate(args, sample, sampling_params):
+    planner = args.begin()
+    await planner.say()
+    samples = [copy.copy(sample).take(planner)]
+    for part in range(2 + sample.index):
+        talk = args.begin(tuple(args.tokenizer.encode(f"part {part}", add_special_tokens=False)))
+        await talk.say()
+        child = copy.copy(sample).take(talk)
+        child.prompt = f"part {part}"
+        child.reward = part / 2
+        samples.append(child)
+    return samples
+"""
+
+
+def test_one_conversation_may_give_several_samples(run, chat) -> None:  # type: ignore[no-untyped-def]
+    samples = run(FAN_OUT)
+    assert [s.sample_index for s in samples] == list(range(7))
+    assert [s.rollout_index for s in samples] == [0] * 3 + [1] * 4
+    assert [s.prompt for s in samples] == [
+        "hi",
+        "part 0",
+        "part 1",
+        "hi",
+        "part 0",
+        "part 1",
+        "part 2",
+    ]
+    assert [chat.decode(s.prompt_tokens) for s in samples[1:3]] == ["part 0", "part 1"]
+    assert [s.reward for s in samples[:3]] == [None, 0.0, 0.5]
+    assert {s.seed for s in samples[:3]} == {100}
+    assert all(set(s.loss_mask) == {1} for s in samples)
+
+
+def changed(line: str) -> str:
+    """BY_HAND with a line before it returns."""
+    return BY_HAND.replace("    return sample\n", f"    {line}\n    return sample\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("sample.loss_mask = mask[1:]", r"values of loss_mask for \d+ response tokens"),
+        ("sample.loss_mask = [0.5] * len(mask)", "loss_mask of other values than 0 and 1"),
+        ("sample.loss_mask = [2] * len(mask)", "loss_mask of other values than 0 and 1"),
+        (
+            "sample.rollout_log_probs = None",
+            "without rollout_log_probs for tokens that are trained on",
+        ),
+        (
+            "sample.rollout_log_probs = logprobs[1:]",
+            r"\d+ rollout_log_probs for \d+ response tokens",
+        ),
+        ("sample.loss_mask = [1] * len(mask)", "the log-prob None of a trained token"),
+        ("sample.rollout_log_probs = [float('nan')] * len(mask)", "log-prob nan of a trained"),
+        ("sample.rollout_log_probs = [0.5] * len(mask)", "log-prob 0.5 of a trained"),
+        (
+            "sample.tokens = sample.tokens + [10 ** 6]",
+            "with the token 1000000; tokens are ids below",
+        ),
+        ("sample.tokens = sample.tokens + ['x']", "with the token 'x'"),
+        ("sample.response_length = len(sample.tokens)", "and response_length"),
+        ("sample.response_length = -1", "and response_length -1"),
+        ("sample.response_length = 0; sample.loss_mask = None", "without response tokens"),
+        ("sample.status = 'done'", "whose status is 'done'; set sample.status to one of completed"),
+        ("sample.status = sample.Status.PENDING", "whose status is 'pending'"),
+        ("sample.reward = float('inf')", "with the reward inf"),
+        ("sample.reward = 'high'", "with the reward 'high'"),
+        ("sample.reward = {'a': 1.0}", "reward is an object; name its entry as rollout.reward_key"),
+        ("return None", "a NoneType, which is no sample"),
+        ("return 3", "a int, which is no sample"),
+        ("return []", "no samples"),
+        ("raise KeyError('gone')", r"raised KeyError: 'gone' at .*turncode.*\.py:\d+"),
+        ("raise SystemExit", "raised SystemExit"),
+        ("await args.session.generate([])", "session.generate was given no tokens"),
+    ],
+)
+def test_whatever_is_wrong_is_one_line(run, line: str, problem: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(RewardError, match=problem) as caught:
+        run(changed(line))
+    assert "\n" not in str(caught.value)
+    if "session.generate" not in line:
+        assert str(caught.value).startswith("rollout.custom_generate_function_path: generate (")
+
+
+def test_a_function_that_hides_the_engines_error(run) -> None:  # type: ignore[no-untyped-def]
+    def say(session: str, turn: int, request: Any) -> Any:
+        raise EngineError("the server died")
+
+    body = BY_TRANSCRIPT.replace(
+        "    await talk.say()\n    return",
+        "    try:\n        await talk.say()\n    except Exception:\n        pass\n    return",
+    ).replace("    await talk.say()\n    talk", "    talk")
+    with pytest.raises(EngineError, match="the server died"):
+        run(body, say=say)
+
+
+def test_removed_samples_are_masked(run) -> None:  # type: ignore[no-untyped-def]
+    samples = run(changed("sample.remove_sample = True; sample.rollout_log_probs = None"))
+    assert all(set(s.loss_mask) == {0} and s.response_length > 5 for s in samples)
+    assert all(set(s.rollout_logprobs) == {0.0} for s in samples)
+
+
+def test_rewards_of_several_parts(run) -> None:  # type: ignore[no-untyped-def]
+    samples = run(changed("sample.reward = {'score': 1, 'style': 0.25}"), reward_key="score")
+    assert samples[0].reward == 1.0
+    assert samples[0].rewards == {"score": 1.0, "style": 0.25}
+    with pytest.raises(RewardError, match="with the reward"):
+        run(changed("sample.reward = {'style': 0.25}"), reward_key="score")
+
+
+def test_a_masked_tail_beyond_the_limit_is_cut_and_a_trained_one_refused(run, make_group) -> None:  # type: ignore[no-untyped-def]
+    # "one" and the end are 4 tokens, " go on " 7.
+    body = BY_HAND.replace("range(2)", "range(1)")
+    sample, _ = run(body, group=make_group(num=2, limit=8))
+    assert (sample.response_length, sample.status) == (8, "truncated")
+    assert sample.loss_mask == (1, 1, 1, 1, 0, 0, 0, 0)
+    assert sample.response == "one go "
+    line = "sample.loss_mask = [1] * len(mask); sample.rollout_log_probs = [-1.0] * len(mask)"
+    with pytest.raises(RewardError, match="of 11 response tokens, where 8 are allowed"):
+        run(
+            body.replace("    return sample\n", f"    {line}\n    return sample\n"),
+            group=make_group(limit=8),
+        )
+
+
+@pytest.mark.parametrize("status", ["failed", "aborted"])
+def test_a_sample_without_an_answer(run, status: str) -> None:  # type: ignore[no-untyped-def]
+    body = f"async def generate(args, sample, sampling_params):\n    sample.status = {status!r}\n    return sample\n"
+    sample, _ = run(body)
+    assert (sample.status, sample.response_tokens, sample.loss_mask) == (status, (), ())
+    assert sample.prompt_tokens
+
+
+def test_a_prompt_that_goes_on_from_the_rows_is_a_prompt(run, make_group) -> None:  # type: ignore[no-untyped-def]
+    body = BY_TRANSCRIPT.replace("args.begin()", "args.begin((*sample.tokens, 1, 2, 3, 4, 5))")
+    body = body.replace("    talk.add_tokens", "    return sample.take(talk)\n    talk.add_tokens")
+    sample, _ = run(body, say=lambda *_: [7] * 99, group=make_group(num=2, limit=6))
+    assert sample.prompt_tokens[-5:] == (1, 2, 3, 4, 5)
+    assert sample.response_tokens == (7,) * 6

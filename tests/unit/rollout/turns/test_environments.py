@@ -1,0 +1,307 @@
+"""Environments: the loop, the built-in one, and objects shaped like those of `verifiers`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from slurm_rl.errors import DataError, RewardError
+from slurm_rl.rollout.samples import Sample
+from slurm_rl.rollout.turns import make_generate
+
+GUESS = '''
+from slurm_rl.rollout.turns import Step
+
+class Guess:
+    """Higher or lower, until it is found."""
+
+    closed = []
+
+    def __init__(self, args=None):
+        self.limit = args.max_turns if args else 0
+
+    async def reset(self, prompt, seed):
+        self.wanted, self.num = int(prompt.label), 0
+        return None
+
+    async def step(self, response):
+        self.num += 1
+        guess = int(response)
+        if guess == self.wanted:
+            return Step(done=True, reward=1.0, info={"guesses": self.num})
+        return Step("higher" if guess < self.wanted else "lower", reward=-0.5, info={"limit": self.limit})
+
+    async def close(self):
+        Guess.closed.append(self)
+
+
+class Own(Guess):
+    async def reset(self, prompt, seed):
+        await super().reset(prompt, seed)
+        return f"{seed} {prompt.prompt}"
+
+
+class Messages(Guess):
+    def reset(self, prompt, seed):
+        self.wanted, self.num = int(prompt.label), 0
+        return [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+
+
+class Scored(Guess):
+    async def score(self):
+        return 10.0 + self.num
+
+
+class Silent(Guess):
+    async def step(self, response):
+        return Step("and?", done=True)
+
+
+class Bad(Guess):
+    async def step(self, response):
+        return ("higher", False)
+
+
+class Nan(Guess):
+    async def step(self, response):
+        return Step(reward=float("nan"))
+
+
+class Raising(Guess):
+    async def step(self, response):
+        raise LookupError("no board")
+
+
+class Nothing:
+    pass
+
+
+def failing():
+    raise OSError("no game")
+'''
+
+
+@pytest.fixture
+def run(turn_settings, code, scripted, make_group, served, chat):  # type: ignore[no-untyped-def]
+    def go(
+        name: str, said: list[Any], *, text: str = GUESS, group: Any = None, **rollout: Any
+    ) -> Sample:
+        go.module = code(text)  # type: ignore[attr-defined]
+        engine = scripted(lambda session, turn, request: said[turn])
+        go.engine = engine  # type: ignore[attr-defined]
+        path = name if name == "reasoning_gym" else f"{go.module}.{name}"  # type: ignore[attr-defined]
+        settings = turn_settings(environment=path, **rollout)
+        generate = make_generate(settings, engine=engine, tokenizer=chat, weights=served)
+        (sample,) = asyncio.run(generate(group or make_group("guess", num=1, label="7")))
+        return sample
+
+    return go
+
+
+def test_an_environment_talks_until_it_is_done(run, chat) -> None:  # type: ignore[no-untyped-def]
+    sample = run("Guess", ["5", "9", "7"])
+    assert (sample.status, sample.reward, sample.response) == ("completed", 1.0, "7")
+    assert chat.decode(sample.response_tokens) == (
+        "5<|im_end|>\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
+        "9<|im_end|>\n<|im_start|>user\nlower<|im_end|>\n<|im_start|>assistant\n7<|im_end|>"
+    )
+    trained = [t for t, m in zip(sample.response_tokens, sample.loss_mask, strict=True) if m]
+    assert chat.decode(trained) == "5<|im_end|>9<|im_end|>7<|im_end|>"
+    assert sample.metadata["environment"] == {"guesses": 3, "limit": 4}
+    assert len(__import__(run.module).Guess.closed) == 1
+
+
+def test_turns_run_out_with_the_last_reward(run) -> None:  # type: ignore[no-untyped-def]
+    sample = run("Guess", ["1", "2", "3", "4", "5"])
+    assert (sample.status, sample.reward) == ("truncated", -0.5)
+    assert len(run.engine.asked) == 4
+    assert sample.loss_mask[-1] == 1
+
+
+def test_an_answer_that_was_cut_short_is_judged(run) -> None:  # type: ignore[no-untyped-def]
+    sample = run("Guess", [("7", "length")])
+    assert (sample.status, sample.reward) == ("truncated", 1.0)
+
+
+def test_an_environment_may_give_the_prompt(run, chat, make_group) -> None:  # type: ignore[no-untyped-def]
+    sample = run("Own", ["7"])
+    assert chat.decode(sample.prompt_tokens) == (
+        "<|im_start|>user\n100 guess<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert sample.prompt == "100 guess"
+    assert "system\ns" in chat.decode(run("Messages", ["7"]).prompt_tokens)
+    # Its limits count from there.
+    short = run("Own", ["5", "7"], group=make_group("guess", num=1, label="7", limit=4))
+    assert short.response_length <= 4
+
+
+def test_rewards_at_the_end_and_none_at_all(run) -> None:  # type: ignore[no-untyped-def]
+    assert run("Scored", ["5", "7"]).reward == 12.0
+    assert run("Silent", ["5"]).reward is None
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("Bad", r"rollout.environment: Bad.step \(.*\) returned a tuple, not a Step"),
+        ("Nan", "gave the reward nan"),
+        ("Raising", r"raised LookupError: no board at .*turncode.*py:\d+"),
+        ("Nothing", "made a Nothing, which has no reset and step"),
+        ("failing", "raised OSError: no game"),
+        ("Missing", "Missing"),
+    ],
+)
+def test_environments_that_fail_are_one_line(run, name: str, problem: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(RewardError, match=problem) as caught:
+        run(name, ["5"])
+    assert "\n" not in str(caught.value)
+    if name in ("Bad", "Nan", "Raising"):
+        assert len(__import__(run.module).Guess.closed) == 1
+
+
+def test_without_a_template_the_text_is_what_is_said(run, chat, make_group) -> None:  # type: ignore[no-untyped-def]
+    group = make_group("guess", num=1, label="7", tokens=chat.encode("guess:"))
+    sample = run("Guess", ["5", "7"], group=group, apply_chat_template=False)
+    assert chat.decode(sample.response_tokens) == "5<|im_end|>higher7<|im_end|>"
+
+
+# -- reasoning-gym ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def task() -> Any:
+    pytest.importorskip("reasoning_gym")
+    from slurm_rl.rollout.data.procedural import ProceduralSource
+    from slurm_rl.rollout.data.rows import Keys
+
+    options = {"size": 3, "seed": 5}
+    source = ProceduralSource(
+        "basic_arithmetic", slice(None), Keys("data"), options=options, is_rewarded=True
+    )
+    return source.read(1)
+
+
+def test_a_task_in_several_attempts(run, make_group, task) -> None:  # type: ignore[no-untyped-def]
+    group = make_group(task.prompt, num=1, label=task.label, metadata=task.metadata)
+    said = ["<answer>x</answer>", f"<think>12</think> so <answer> {task.label} </answer>"]
+    sample = run("reasoning_gym", said, group=group)
+    assert (sample.status, sample.reward) == ("completed", 1.0)
+    assert sample.metadata["environment"] == {"num_attempts": 2}
+    assert [m["content"] for m in sample.metadata["messages"] if m["role"] == "user"] == [
+        "That is not right. Try again."
+    ]
+    once = run("reasoning_gym", said, group=group, max_turns=1)
+    assert (once.status, once.reward) == ("truncated", 0.0)
+    plain = run("reasoning_gym", [task.label], group=group)
+    assert plain.reward == 1.0
+
+
+def test_rows_of_other_data_are_refused(run) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(DataError, match="no metadata of reasoning-gym"):
+        run("reasoning_gym", ["5"])
+
+
+# -- verifiers --------------------------------------------------------------------------------
+
+#: Two objects of the shape that the library has had: with messages, and with the state alone.
+VERIFIERS = '''
+class Score:
+    def __init__(self, reward, metrics):
+        self.reward, self.metrics = reward, metrics
+
+
+class OldRubric:
+    async def score_rollout(self, prompt, completion, answer, state, task="default", info=None, **kwargs):
+        right = completion[-1]["content"] == answer
+        return Score(1.0 if right else 0.25, {"turns": state["turn"], "secret": info["secret"]})
+
+
+class NewRubric:
+    async def score_rollout(self, state):
+        said = [m["content"] for m in state["completion"] if m["role"] == "assistant"]
+        state["reward"] = 1.0 if state["answer"] in said else 0.0
+        state["metrics"] = {"steps": float(len(state["trajectory"]))}
+
+
+class Old:
+    """Doubts an answer once."""
+
+    made = 0
+    rubric = OldRubric()
+    max_turns = 2
+
+    def __init__(self):
+        type(self).made += 1
+
+    async def setup_state(self, state, **kwargs):
+        state["doubts"] = 0
+        return state
+
+    async def is_completed(self, messages, state, **kwargs):
+        assert messages[0]["role"] == "user" and messages[-1]["content"] is not None
+        return state["turn"] >= self.max_turns
+
+    async def env_response(self, messages, state, **kwargs):
+        state["doubts"] += 1
+        return [{"role": "user", "content": f"sure? {messages[-1]['content']}"}], state
+
+
+class New:
+    rubric = NewRubric()
+
+    async def setup_state(self, state):
+        state["prompt"] = [*state["prompt"], {"role": "user", "content": "rules"}]
+
+    async def is_completed(self, state):
+        return state["answer"] in state["completion"][-1]["content"] or state.get("over", False)
+
+    async def env_response(self, messages, state):
+        state["over"] = len(state["trajectory"]) >= 2
+        return "no"
+
+
+class Unscored(New):
+    class rubric:
+        async def score_rollout(self, state):
+            pass
+
+    rubric = rubric()
+
+
+def load_environment(difficulty="easy"):
+    return Old()
+
+
+def load_new():
+    return New()
+
+
+def load_unscored():
+    return Unscored()
+'''
+
+
+def test_the_older_form_of_verifiers(run, make_group) -> None:  # type: ignore[no-untyped-def]
+    group = make_group("q", num=1, label="7", metadata={"secret": 3})
+    sample = run("load_environment", ["5", "7"], text=VERIFIERS, group=group)
+    assert (sample.status, sample.reward) == ("completed", 1.0)
+    assert [m["content"] for m in sample.metadata["messages"]] == ["5", "sure? 5", "7"]
+    assert __import__(run.module).Old.made == 1
+    assert run("load_environment", ["7", "5"], text=VERIFIERS, group=group).reward == 0.25
+
+
+def test_the_newer_form_of_verifiers(run, chat) -> None:  # type: ignore[no-untyped-def]
+    sample = run("load_new", ["5", "7"], text=VERIFIERS)
+    assert (sample.status, sample.reward) == ("completed", 1.0)
+    assert "guess<|im_end|>\n<|im_start|>user\nrules" in chat.decode(sample.prompt_tokens)
+    ended = run("load_new", ["5", "6", "8"], text=VERIFIERS)
+    assert (ended.status, ended.reward, len(run.engine.asked)) == ("completed", 0.0, 2)
+    cut = run("load_new", ["5"], text=VERIFIERS, max_turns=1)
+    assert (cut.status, cut.reward) == ("truncated", 0.0)
+
+
+def test_a_rubric_of_no_known_form(run) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(RewardError, match=r"rubric.score_rollout gave no reward"):
+        run("load_unscored", ["7"], text=VERIFIERS)
