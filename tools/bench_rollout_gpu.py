@@ -318,19 +318,20 @@ async def send_all(port: int, bodies: Sequence[bytes], num_connections: int) -> 
     answers: list[bytes] = []
 
     async def work() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
         while waiting:
             body = waiting.pop()
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
             head = (
-                "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+                "POST /generate HTTP/1.1\r\nHost: localhost\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
             )
             writer.write(head.encode() + body)
-            await writer.drain()
             status = await reader.readuntil(b"\r\n\r\n")
-            assert b" 200 " in status.splitlines()[0], status
-            answers.append(await reader.read())
-            writer.close()
+            found = re.search(rb"content-length: (\d+)", status.lower())
+            assert b" 200 " in status.splitlines()[0] and found, status
+            answers.append(await reader.readexactly(int(found[1])))
+        writer.close()
+        await writer.wait_closed()
 
     await asyncio.gather(*(work() for _ in range(num_connections)))
     return answers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from slurm_rl.config.derive import PROCEDURAL, data_sets
 from slurm_rl.config.problems import Path, Problem, nearest
 from slurm_rl.config.rollout_schema import Overrides, Reward, Rollout
 from slurm_rl.config.schema import Settings
@@ -47,7 +48,7 @@ def name_of(rm_type: str | None, custom_rm_path: str | None) -> str:
 
 def check_rewards(settings: Settings) -> Problems:
     """Everything about rewards."""
-    yield from _check_choice(settings.rollout)
+    yield from _check_choice(settings)
     yield from _check_names(settings)
     yield from _check_terms(settings.rollout)
     yield from _check_key(settings)
@@ -59,16 +60,28 @@ def check_rewards(settings: Settings) -> Problems:
     yield from _check_services(settings)
 
 
-def _check_choice(rollout: Rollout) -> Problems:
-    """Exactly one of rm_type, custom_rm_path and rewards."""
+def _check_choice(settings: Settings) -> Problems:
+    """Exactly one of rm_type, custom_rm_path and rewards; none where something else gives one."""
+    rollout = settings.rollout
     given = [name for name in ("rm_type", "custom_rm_path", "rewards") if getattr(rollout, name)]
-    if not given:
+    if not given and not _brings_rewards(settings):
         fix = "name a built-in reward, or your own as custom_rm_path, or list several as rewards"
         yield Problem(("rollout", "rm_type"), "is missing", fix)
     for name in given[1:]:
         rule, fix = f"is given beside {given[0]}", "keep one of the two"
         value = {} if name == "rewards" else {"value": rollout.custom_rm_path}
         yield Problem(("rollout", name), rule, fix, **value)
+
+
+def _brings_rewards(settings: Settings) -> bool:
+    """Whether samples come with a reward, or every data set names one or its own maker scores."""
+    rollout = settings.rollout
+    if rollout.environment is not None or rollout.custom_generate_function_path is not None:
+        return True
+    return all(
+        part.rm_type or part.custom_rm_path or part.path.startswith(PROCEDURAL)
+        for part in data_sets(settings)
+    )
 
 
 def _sources(settings: Settings) -> Iterator[tuple[Path, Rollout | Overrides | Reward]]:

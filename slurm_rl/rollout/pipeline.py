@@ -154,7 +154,7 @@ class Pipeline:
             await asyncio.sleep(0)  # an engine that answers at once must not shut others out
 
     async def _finish(self, group: PlannedGroup, samples: list[Sample], floor: _Floor) -> None:
-        graded = await floor.grade(samples)
+        graded = await self._grade(samples, floor)
         keep, reason = graded.outcome != "dropped", graded.why
         if graded.outcome == "graded" and self._keep is not None:
             keep, reason = self._keep(graded.samples)
@@ -163,6 +163,18 @@ class Pipeline:
         )
         self._num_made += 1
         self._absorb([entry], floor)
+
+    async def _grade(self, samples: list[Sample], floor: _Floor) -> Graded:
+        """Grade those that did not come with a reward, as an environment's do."""
+        left = [sample for sample in samples if sample.reward is None]
+        if len(left) == len(samples):
+            return await floor.grade(samples)
+        if not left:
+            return _Given(samples)
+        graded = await floor.grade(left)
+        done = {sample.sample_index: sample for sample in graded.samples}
+        whole = [done.get(sample.sample_index, sample) for sample in samples]
+        return _Given(whole, graded.outcome, graded.why)
 
     def _absorb(self, entries: Iterable[Entry], floor: _Floor) -> None:
         if self._supply.absorb_all(entries) | self._is_late():
@@ -218,6 +230,15 @@ class Pipeline:
         if missing and since is not None and time.monotonic() - since > _LOOK_FOR_S:
             self._supply.ask_for(group.group_index for group in missing)
         return bool(missing)
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A group some or all of whose rewards came with the samples."""
+
+    samples: Sequence[Sample]
+    outcome: Literal["graded", "dropped", "ungraded"] = "graded"
+    why: str = ""
 
 
 class _Floor:

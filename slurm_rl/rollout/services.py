@@ -105,10 +105,12 @@ class Clients:
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
+        self._is_closed = False
         self._clients: dict[str, Client] = {}
 
     async def close(self) -> None:
-        """Stop looking, close the connections."""
+        """Stop looking, close the connections; nothing can be asked any more."""
+        self._is_closed = True
         for client in self._clients.values():
             client.end()
         if self._session is not None:
@@ -128,6 +130,8 @@ class Clients:
         """
         import aiohttp  # an extra: only who asks services needs it
 
+        if self._is_closed:
+            raise RewardError(f"{name} is asked after the grading ended")
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(connector=connector, trust_env=False)

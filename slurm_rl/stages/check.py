@@ -29,6 +29,7 @@ from slurm_rl.rollout.rewards import find_rewards
 from slurm_rl.rollout.sandbox.runner import describe, find_isolation, is_needed
 from slurm_rl.rollout.server_process import ask_interpreter
 from slurm_rl.rollout.services import ask_health, read_address
+from slurm_rl.rollout.turns import tool_schemas
 from slurm_rl.storage.durable import write_hint
 from slurm_rl.storage.probe import Finding
 from slurm_rl.train.distributed import World, join, leave, reachable_address, read_world
@@ -162,6 +163,9 @@ def check_data(settings: Settings, kind: str) -> Iterator[Finding]:
         os.stat(path)
         yield _ok("data", f"{path} readable")
     yield _ok("reward", ", ".join(find_rewards(settings)))
+    tools = tool_schemas(settings)  # finds them, the user's too
+    if tools:
+        yield _ok("tools", ", ".join(tool["function"]["name"] for tool in tools))
 
 
 def check_memory() -> Iterator[Finding]:

@@ -71,9 +71,9 @@ def run_eval(order: Order, settings: Settings, *, engine: Engine | None = None) 
         pipeline = Pipeline(supply, Watch(attempts=lambda: _journals(order)))
         close = pipeline.settle()
         numbers: dict[str, float] = {}
-        floor = Floor(order, settings, tokenizer)
+        floor = Floor(order, settings, tokenizer, {name: chosen})
         if close is None:
-            outcome, numbers = serve_and_run(floor, pipeline, engine=engine, overrides=chosen)
+            outcome, numbers = serve_and_run(floor, pipeline, engine=engine)
             close = outcome.close
         _grade_rest(supply, order, settings, chosen)
         result = _seal(supply, close, order=order, name=name, pass_k=chosen.pass_k)

@@ -39,11 +39,12 @@ _LIBRARIES = ("transformers", "tokenizers", "torch", "sglang")
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Where a stage generates, and what with."""
+    """Where a stage generates, and what with. overrides: of an evaluation, by its name."""
 
     order: Order
     settings: Settings
     tokenizer: Any
+    overrides: dict[str, Overrides] | None = None
 
 
 def serve_and_run(
@@ -52,17 +53,16 @@ def serve_and_run(
     *,
     engine: Engine | None = None,
     is_graded: bool = True,
-    overrides: Overrides | None = None,
 ) -> tuple[Outcome, dict[str, float]]:
     """Run `pipeline` on an engine that has shown that it serves the weights; numbers about both.
 
     engine: one that is running already, and is left running. is_graded: False leaves all rewards
-    to the score stage. overrides: what an evaluation sets for itself.
+    to the score stage.
     """
     began = time.monotonic()
     with serving(floor, engine) as (ready, weights):
         started = time.monotonic()
-        outcome, gap = asyncio.run(_run(floor, pipeline, ready, weights, is_graded, overrides))
+        outcome, gap = asyncio.run(_run(floor, pipeline, ready, weights, is_graded))
         numbers = ready.metrics()
     numbers |= {
         "perf/engine_start_time": started - began,
@@ -78,12 +78,16 @@ async def _run(
     engine: Engine,
     weights: Weights,
     is_graded: bool,
-    overrides: Overrides | None,
 ) -> tuple[Outcome, float | None]:
     settings = floor.settings
     gap = await check_probe(engine, weights, tolerance=settings.rollout.probe_tolerance)
     generate = make_generate(
-        settings, engine=engine, tokenizer=floor.tokenizer, weights=weights
+        settings,
+        engine=engine,
+        tokenizer=floor.tokenizer,
+        weights=weights,
+        overrides=floor.overrides,
+        context_len=find_context_len(settings, weights.path),
     ) or SingleTurn(
         engine,
         Finisher(
@@ -95,7 +99,8 @@ async def _run(
     journal_path = Path(floor.order.attempt_dir) / JOURNAL_NAME
     if not is_graded:
         return await pipeline.run(engine, generate, _leave, journal_path=journal_path), gap
-    async with Grader(settings, overrides=overrides) as grader:
+    own = next(iter(floor.overrides.values())) if floor.overrides else None
+    async with Grader(settings, overrides=own) as grader:
         grade: Grade = grader.grade
         return await pipeline.run(engine, generate, grade, journal_path=journal_path), gap
 

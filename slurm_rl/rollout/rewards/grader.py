@@ -93,8 +93,10 @@ class Grader:
     ) -> None:
         assert self._means is not None and self._user is not None
         self._user.close()
-        await self._means.workers.close()
-        await self._means.clients.close()
+        try:
+            await self._means.workers.close()
+        finally:
+            await self._means.clients.close()
 
     async def grade(self, samples: Sequence[Sample]) -> Graded:
         """Reward a whole group.

@@ -11,6 +11,7 @@ from slurm_rl.config.derive import data_sets
 from slurm_rl.config.reward_checks import name_of
 from slurm_rl.config.rollout_schema import Overlong, Overrides, Reward, Rollout
 from slurm_rl.config.schema import Settings
+from slurm_rl.errors import RewardError
 from slurm_rl.rollout.rewards.functions import BuiltIn, RewardFunction, find_built_in, find_reward
 
 
@@ -98,6 +99,8 @@ class Plans:
                 for reward in rollout.rewards
             )
             return Plan(terms, True, limit, overlong)
+        if rollout.rm_type is None and rollout.custom_rm_path is None:
+            return Plan((self._term(no_reward, "none"),), False, limit, overlong)
         return Plan((self._find(rollout),), False, limit, overlong)
 
     def _find(
@@ -120,6 +123,14 @@ class Plans:
     ) -> Term:
         args = SimpleNamespace(**self._base, reward_options=dict(options))
         return Term(name, weight, function, args)
+
+
+def no_reward(args: Any, sample: Any) -> float:
+    """Stands where the settings name no reward, since samples bring their own. Raises."""
+    raise RewardError(
+        "no reward is named, and the sample came without one",
+        hint="set it in the generate function or the environment, or name one as rollout.rm_type",
+    )
 
 
 def find_rewards(settings: Settings) -> list[str]:

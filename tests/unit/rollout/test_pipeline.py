@@ -9,12 +9,14 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from toy.rollouts import Shard, Slow
+from toy.rollouts import Shard, Slow, Text, by_length
 
 from slurm_rl.errors import EngineError
 from slurm_rl.rollout.carry import read_carried, write_carried
 from slurm_rl.rollout.engine import Weights
 from slurm_rl.rollout.filters import keep_nonzero_std
+from slurm_rl.rollout.groups import Finisher
+from slurm_rl.rollout.single_turn import SingleTurn
 from slurm_rl.types import JOURNAL_NAME
 
 #: The fixtures hold nothing that one example leaves to the next.
@@ -103,7 +105,7 @@ def test_a_slow_shard_is_helped_from_its_far_end(folder, plain):
     asyncio.run(together([slow, fast]))
     assert time.monotonic() - began < 2.0, "six groups in turn take three seconds"
     theirs = [index for index in fast.engine.made if index % 2 == 0]
-    assert theirs[:2] == [10, 8]
+    assert theirs[0] >= 6, "two at a time, from the far end"
     assert len(everything([slow, fast])) == 36
 
 
@@ -217,3 +219,28 @@ def test_a_decision_whose_group_is_gone_has_it_made_again(folder, plain, monkeyp
     late = asyncio.run(Shard(root, plain, 0, 2).run())
     assert late.engine.made == [4]
     assert len(everything([late])) == 18
+
+
+def test_rewards_that_samples_bring_are_kept(folder, plain):
+    class Brings(Shard):
+        async def run(self):
+            self.engine.start(self.weights)
+            generate = SingleTurn(self.engine, Finisher(self.weights, Text()))
+
+            async def with_rewards(group):
+                samples = await generate(group)
+                # Of every other group all, of the others the first alone.
+                some = samples if group.group_index % 2 else samples[:1]
+                return [s.graded(7.5, {"own": 1.0}) if s in some else s for s in samples]
+
+            self.outcome = await self.pipeline.run(
+                self.engine, with_rewards, by_length, journal_path=self.folder / JOURNAL_NAME
+            )
+            self.close = self.outcome.close
+            return self
+
+    shard = asyncio.run(Brings(folder(), plain).run())
+    for sample in everything([shard]):
+        brought = sample.group_index % 2 == 1 or sample.sample_index == 0
+        assert (sample.reward == 7.5) == brought
+        assert sample.reward is not None

@@ -169,7 +169,7 @@ def test_a_service_that_stays_away_is_down_and_spends_no_retries() -> None:
     began = time.monotonic()
     with pytest.raises(Unavailable, match=r"service rm at http://127.0.0.1:9 is down since"):
         ask(Service(url=NOWHERE, retries=0, down_after_s=0.5))
-    assert 0.4 < time.monotonic() - began < 10
+    assert 0.4 < time.monotonic() - began < 60
 
 
 def test_requests_wait_for_a_service_that_moves(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_the_next_one_is_heard_after_a_hang(
             "    if sample.response == 'hang': time.sleep(3600)\n    return 1\n"
         )
         settings = make(
-            custom_rm_path=f"{name}.score", reward_timeout_s=1.0, on_reward_error="drop"
+            custom_rm_path=f"{name}.score", reward_timeout_s=2.0, on_reward_error="drop"
         )
 
         async def run(settings: Settings = settings) -> list[str]:
