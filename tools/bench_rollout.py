@@ -1,11 +1,11 @@
 """What the rollout costs around its engine: samples a second and memory, answers made up at once.
 
-    python tools/bench_rollout.py [--prompts 100000] [--samples 8] [--batch N]
+    python tools/bench_rollout.py [--prompts 100000] [--samples 8] [--batch N] [--shards 2]
 
 Everything but the engine is the product's: jsonl rows, shuffled visits, tokens, seeds, keys,
-rewards (exact_match), the journal, and the sealed files. Memory is compared with a run over a tenth
-of the prompts: it must not grow with the data set. `--batch` cuts the prompts into iterations of
-that size instead of one.
+rewards (exact_match), the journals that shards read of each other, the decision, and the sealed
+files. Memory is compared with a run over a tenth of the prompts: it must not grow with the data
+set. `--batch` cuts the prompts into iterations of that size instead of one.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import random
 import resource
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +35,12 @@ from slurm_rl.rollout.groups import Finisher, Planner
 from slurm_rl.rollout.instant import InstantEngine
 from slurm_rl.rollout.ledger import Ledger, plan_rule
 from slurm_rl.rollout.metrics import RolloutMetrics
-from slurm_rl.rollout.pipeline import Pipeline, Watch
+from slurm_rl.rollout.pipeline import Pipeline
 from slurm_rl.rollout.rewards import Grader
 from slurm_rl.rollout.sealing import seal_groups
 from slurm_rl.rollout.single_turn import SingleTurn
 from slurm_rl.rollout.supply import Supply
+from slurm_rl.stages.rollout import plan_watch
 from slurm_rl.storage.durable import seal_files
 from slurm_rl.types import JOURNAL_NAME, Order
 
@@ -51,74 +54,115 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--batch", type=int, default=0, help="prompts of an iteration; 0: all")
     parser.add_argument("--tokens", type=int, default=8, help="tokens of an answer")
+    parser.add_argument("--shards", type=int, default=os.cpu_count() or 1, help="a process each")
     chosen = parser.parse_args()
-    small = measure(chosen, max(1, chosen.prompts // 10))
-    large = measure(chosen, chosen.prompts)
-    for name, found in (("a tenth", small), ("all", large)):
+    for name, num in (("a tenth", max(1, chosen.prompts // 10)), ("all", chosen.prompts)):
+        found = measure(chosen, num)
+        rate = found.num_samples / found.seconds
         print(
-            f"{name:8} {found['num_samples']:>9,} samples  {found['seconds']:7.1f} s"
-            f"  {found['num_samples'] / found['seconds']:>9,.0f} samples/s"
-            f"  peak {found['peak_mb']:,.0f} MB (grew by {found['grown_mb']:,.0f})"
+            f"{name:8} {found.num_samples:>9,} samples  {found.seconds:7.1f} s  {rate:>9,.0f}"
+            f" samples/s  peak of a shard {found.peak_mb:,.0f} MB (grew by {found.grown_mb:,.0f})",
+            flush=True,
         )
 
 
-def measure(chosen: argparse.Namespace, num_prompts: int) -> dict[str, float]:
-    """One run in a process of its own, whose peak memory is its own."""
+@dataclass(frozen=True)
+class Found:
+    """What one shard, or all of them, came to. began, ended: seconds of one clock."""
+
+    num_samples: int
+    began: float
+    ended: float
+    peak_mb: float
+    grown_mb: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+def measure(chosen: argparse.Namespace, num_prompts: int) -> Found:
+    """One run, each shard a process of its own, whose peak memory is its own."""
     context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        return pool.apply(
-            work, (num_prompts, chosen.samples, chosen.batch or num_prompts, chosen.tokens)
-        )
-
-
-def work(num_prompts: int, num_samples: int, batch: int, num_tokens: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_prompts(folder / "prompts.jsonl", num_prompts)
-        settings = make_settings(folder, num_samples=num_samples, batch=batch)
-        tokenizer = make_tokenizer()
-        before_mb = peak_mb()
-        began = time.perf_counter()
-        cursor, num = None, 0
-        for iteration in range(-(-num_prompts // batch)):
-            root = folder / f"attempt-{iteration}"
-            root.mkdir()
-            cursor, made = roll_out(root, settings, tokenizer, cursor, iteration, num_tokens)
-            num += made
-        seconds = time.perf_counter() - began
-    return {
-        "num_samples": num,
-        "seconds": seconds,
-        "peak_mb": peak_mb(),
-        "grown_mb": peak_mb() - before_mb,
-    }
+        start, results = context.Barrier(chosen.shards), context.SimpleQueue()
+        shared = (num_prompts, chosen.samples, chosen.batch or num_prompts, chosen.tokens)
+        shards = [
+            context.Process(target=work, args=(folder, start, results, k, chosen.shards, *shared))
+            for k in range(chosen.shards)
+        ]
+        for shard in shards:
+            shard.start()
+        parts = [results.get() for _ in shards]
+        for shard in shards:
+            shard.join()
+    return Found(
+        num_samples=sum(part.num_samples for part in parts),
+        began=min(part.began for part in parts),
+        ended=max(part.ended for part in parts),
+        peak_mb=max(part.peak_mb for part in parts),
+        grown_mb=max(part.grown_mb for part in parts),
+    )
+
+
+def work(
+    folder: Path,
+    start: Any,
+    results: Any,
+    shard: int,
+    num_shards: int,
+    num_prompts: int,
+    num_samples: int,
+    batch: int,
+    num_tokens: int,
+) -> None:
+    """All iterations of one shard."""
+    settings = make_settings(folder, num_samples=num_samples, batch=batch)
+    tokenizer = make_tokenizer()
+    start.wait()
+    before_mb, began = peak_mb(), time.monotonic()
+    cursor, num = None, 0
+    for iteration in range(-(-num_prompts // batch)):
+        root = folder / f"rollout-{iteration}" / f"shard-{shard:04d}" / f"a0001-{shard}"
+        root.mkdir(parents=True)
+        order = Order(
+            "", "bench", "rollout", iteration, 0, str(root), "", "", {}, shard, num_shards
+        )
+        cursor, made = roll_out(order, settings, tokenizer, cursor, num_tokens)
+        num += made
+    results.put(Found(num, began, time.monotonic(), peak_mb(), peak_mb() - before_mb))
 
 
 def roll_out(
-    root: Path, settings: Settings, tokenizer: Any, cursor: Any, iteration: int, num_tokens: int
+    order: Order, settings: Settings, tokenizer: Any, cursor: Any, num_tokens: int
 ) -> tuple[Any, int]:
-    """One rollout as the stage does it; the cursor after it, and its samples."""
-    order = Order("", "bench", "rollout", iteration, 0, str(root), "", "", {})
+    """One rollout as the stage does it; the cursor after it, and this shard's samples."""
+    root = Path(order.attempt_dir)
     with resolve(settings) as data:
         if cursor is None:
             data.check()
+        planner = Planner(
+            order,
+            settings,
+            WEIGHTS,
+            overrides=data_overrides(settings),
+            purpose=("sample", order.iteration),
+        )
+        rule = plan_rule(batch_size=settings.rollout.rollout_batch_size, admission="cursor")
         supply = Supply(
             carried=(),
             stream=open_stream(data, settings, cursor=cursor, tokenizer=tokenizer),
-            planner=Planner(
-                order,
-                settings,
-                WEIGHTS,
-                overrides=data_overrides(settings),
-                purpose=("sample", iteration),
-            ),
-            ledger=Ledger(
-                plan_rule(batch_size=settings.rollout.rollout_batch_size, admission="cursor")
-            ),
+            planner=planner,
+            ledger=Ledger(rule),
             group_size=settings.rollout.n_samples_per_prompt,
+            shard=order.shard,
+            num_shards=order.num_shards,
         )
-        pipeline = Pipeline(supply, Watch(attempts=lambda: ()), keep=make_filter(settings))
-        assert pipeline.settle() is None
+        watch = plan_watch(order, settings, key=planner.made_from)
+        pipeline = Pipeline(supply, watch, keep=make_filter(settings))
+        pipeline.settle()
         engine = InstantEngine(num_tokens=(num_tokens, num_tokens), vocabulary=len(CHARACTERS))
         engine.start(WEIGHTS)
 
@@ -130,9 +174,9 @@ def roll_out(
 
         outcome = asyncio.run(run())
         metrics = RolloutMetrics()
-        entries = (supply.entries[index] for index in sorted(supply.entries))
+        own = (index for index in outcome.close.decision.admitted if supply.is_own(index))
+        entries = (supply.entries[index] for index in own)
         seal_files(root, seal_groups(root, entries, metrics=metrics))
-        assert metrics.fold()
     return outcome.close.cursor, metrics.num_samples
 
 

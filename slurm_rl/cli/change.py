@@ -15,7 +15,7 @@ from slurm_rl.chain.view import View
 from slurm_rl.cli.runs import find_own_run
 from slurm_rl.cli.terminal import say
 from slurm_rl.config.changes import apply_changes, check_changes
-from slurm_rl.config.derive import settings_digest
+from slurm_rl.config.derive import needs_score, settings_digest
 from slurm_rl.config.load import change_settings
 from slurm_rl.config.preflight import check_files
 from slurm_rl.config.problems import raise_problems
@@ -104,6 +104,13 @@ def _plan_values(
     raise_problems(check_files(settings), {(): str(opened.run.root)})
     if settings == opened.settings:
         return {}, False
+    if needs_score(settings) != needs_score(opened.settings):
+        what = "need a score stage" if needs_score(settings) else "need no score stage any more"
+        raise ConfigError(
+            f"{opened.run.root}: with that its iterations would {what}, which is fixed when a run"
+            " is made",
+            hint="start another run with the other values (run.name)",
+        )
     return values, settings_digest(settings) != settings_digest(opened.settings)
 
 

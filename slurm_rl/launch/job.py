@@ -30,7 +30,7 @@ from slurm_rl.launch.duty import TIME_LIMIT, Job
 from slurm_rl.launch.payload import StageRunner
 from slurm_rl.launch.shape import fits
 from slurm_rl.launch.stage_settings import find_stage_settings
-from slurm_rl.launch.supervisor import Supervisor
+from slurm_rl.launch.supervisor import EXIT_UNFINISHED, Supervisor
 from slurm_rl.launch.tick import tick_life
 from slurm_rl.storage.owner import share_with_group
 from slurm_rl.storage.rundir import write_copies
@@ -106,6 +106,9 @@ def _run_link(root: Path, intent: str, name: str, signal_s: Sequence[str]) -> in
     if not opened.run.settings_path.exists():
         write_copies(opened.run, opened.identity)
     job = make_job(opened.chain.graph, root / intent, name, dict(os.environ))
+    if job.link.anchor.is_eval and not opened.chain.graph.has_eval(job.link.anchor):
+        logger.info("%s: there is no such evaluation any more", job.link.anchor)
+        return EXIT_UNFINISHED
     asked_s = float(signal_s[0]) if signal_s else None
     env = with_end_time(opened, job, os.environ)
     _stop_on_signals(job, opened.settings, env, asked_s)

@@ -1,5 +1,7 @@
 """How a job that was told to stop leaves: back to the queue by itself, unless it was cancelled.
 
+A person who cancels a running job pauses the run; an evaluation's, gives that up.
+
 It decides nothing about stages: whatever happens here, the next job goes on from disk.
 """
 
@@ -12,8 +14,11 @@ from typing import TYPE_CHECKING
 from slurm_rl.chain.observe import read_queue
 from slurm_rl.errors import SchedulerError
 from slurm_rl.launch.duty import TIME_LIMIT
-from slurm_rl.storage.control import write_pause
-from slurm_rl.storage.intents import is_cancelled
+from slurm_rl.storage.claims import read_claims
+from slurm_rl.storage.control import read_control, write_pause
+from slurm_rl.storage.evals import GivenUp, publish_given_up
+from slurm_rl.storage.intents import is_cancelled, read_intents
+from slurm_rl.types import Slot
 
 if TYPE_CHECKING:
     from slurm_rl.launch.supervisor import Supervisor
@@ -40,7 +45,7 @@ def leave(supervisor: Supervisor) -> Generator[float, None, None]:
         if is_cancelled(chain.run, job.token):
             return  # by a command that knew what it did
         if chain.scheduler.was_cancelled(job.job_id):
-            write_pause(chain.run, f"job {job.job_id} was cancelled by hand")
+            _heed(supervisor, f"job {job.job_id} was cancelled by hand")
             return
         queue = read_queue(chain.scheduler, chain.spec.short_id) or ()
         own = [j for j in queue if (j.token, j.task) == (job.token, job.task)]
@@ -58,6 +63,20 @@ def leave(supervisor: Supervisor) -> Generator[float, None, None]:
     except SchedulerError as error:
         logger.warning("requeue: %s", error)
     supervisor.advance(leaving=True)
+
+
+def _heed(supervisor: Supervisor, why: str) -> None:
+    """What a cancelled job means."""
+    run, ref = supervisor.chain.run, supervisor.job.link.anchor
+    if not ref.is_eval:
+        write_pause(run, why)
+        return
+    control = read_control(run)
+    slot = Slot(ref.iteration, ref.kind, control.timeline_of(ref))
+    claims = read_claims(run, slot)
+    intents = read_intents(run, run.slot_dir(slot))
+    last = (claims[-1].epoch if claims else 0, intents[-1].number if intents else 0)
+    publish_given_up(run, slot, GivenUp(*last, why, since=supervisor.chain.clock()))
 
 
 def _may_ask_for_more_time(supervisor: Supervisor) -> bool:

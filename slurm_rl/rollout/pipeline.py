@@ -186,7 +186,11 @@ class Pipeline:
 
     async def _look_often(self, floor: _Floor) -> None:
         while not floor.closed.is_set():
-            await asyncio.sleep(self._watch.poll_s)
+            try:
+                await asyncio.wait_for(floor.closed.wait(), self._watch.poll_s)
+                return
+            except TimeoutError:
+                pass
             self._look()
             if self._settled(asks=True) is not None:
                 floor.closed.set()

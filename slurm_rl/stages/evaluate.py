@@ -34,7 +34,9 @@ from slurm_rl.rollout.sealing import seal_groups
 from slurm_rl.rollout.supply import Supply
 from slurm_rl.stages.serving import (
     Floor,
+    dismiss_followers,
     find_context_len,
+    follow,
     read_model,
     read_versions,
     serve_and_run,
@@ -51,6 +53,8 @@ def run_eval(order: Order, settings: Settings, *, engine: Engine | None = None) 
     Raises what a rollout raises; DataError for a prompt that leaves no room for an answer, since
     leaving it out would change the number; ServiceDown where a reward's service does not answer.
     """
+    if follow(order, settings):
+        return Result(files=[])
     began = time.monotonic()
     name = order.kind.removeprefix(EVAL_PREFIX)
     chosen = settings.eval[name]
@@ -69,12 +73,8 @@ def run_eval(order: Order, settings: Settings, *, engine: Engine | None = None) 
         )
         supply = _open_supply(rows, planner, data.num_rows, settings=settings, name=name)
         pipeline = Pipeline(supply, Watch(attempts=lambda: _journals(order)))
-        close = pipeline.settle()
-        numbers: dict[str, float] = {}
         floor = Floor(order, settings, tokenizer, {name: chosen})
-        if close is None:
-            outcome, numbers = serve_and_run(floor, pipeline, engine=engine)
-            close = outcome.close
+        close, numbers = _answer(pipeline, floor, engine)
         _grade_rest(supply, order, settings, chosen)
         result = _seal(supply, close, order=order, name=name, pass_k=chosen.pass_k)
     numbers |= {"perf/eval_time": time.monotonic() - began}
@@ -84,6 +84,18 @@ def run_eval(order: Order, settings: Settings, *, engine: Engine | None = None) 
         "eval": chosen.model_dump(exclude=_JOB),
     }
     return replace(result, content=result.content | content, metrics=result.metrics | numbers)
+
+
+def _answer(
+    pipeline: Pipeline, floor: Floor, engine: Engine | None
+) -> tuple[Close, dict[str, float]]:
+    """Every row's group, generated unless the journals hold it; and numbers about that."""
+    close = pipeline.settle()
+    if close is not None:
+        dismiss_followers(floor.order, floor.settings)
+        return close, {}
+    outcome, numbers = serve_and_run(floor, pipeline, engine=engine)
+    return outcome.close, numbers
 
 
 def _open_supply(

@@ -34,7 +34,9 @@ from slurm_rl.rollout.sealing import seal_groups
 from slurm_rl.rollout.supply import Supply
 from slurm_rl.stages.serving import (
     Floor,
+    dismiss_followers,
     find_context_len,
+    follow,
     read_model,
     read_versions,
     serve_and_run,
@@ -67,6 +69,8 @@ def run_rollout(order: Order, settings: Settings, *, engine: Engine | None = Non
     Raises DataError, RewardError, ModelError (the user's), CorruptError (the weights are not
     what was committed) and EngineError.
     """
+    if follow(order, settings):
+        return Result(files=[])
     with open_rollout(order, settings) as opened:
         close = opened.pipeline.settle()
         outcome = Outcome(close) if close is not None else None
@@ -78,6 +82,7 @@ def run_rollout(order: Order, settings: Settings, *, engine: Engine | None = Non
             )
         else:
             log.info("the journals hold the whole batch; no engine is started")
+            dismiss_followers(order, settings)
         return seal(opened, outcome, order=order, settings=settings, numbers=numbers)
 
 
@@ -116,7 +121,7 @@ def open_rollout(order: Order, settings: Settings) -> Iterator[Opened]:
             shard=order.shard,
             num_shards=order.num_shards,
         )
-        watch = _plan_watch(order, settings, key=planner.made_from)
+        watch = plan_watch(order, settings, key=planner.made_from)
         pipeline = Pipeline(supply, watch, keep=make_filter(settings))
         yield Opened(weights, tokenizer, supply, pipeline, began)
 
@@ -143,7 +148,7 @@ def _open_ledger(settings: Settings, *, num_carried: int) -> Ledger:
     return Ledger(rule, num_carried=num_carried)
 
 
-def _plan_watch(order: Order, settings: Settings, *, key: str) -> Watch:
+def plan_watch(order: Order, settings: Settings, *, key: str) -> Watch:
     """Where the other attempts and shards of this stage leave what they do."""
     own = Path(order.attempt_dir)
     is_alone = order.num_shards == 1

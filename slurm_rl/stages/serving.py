@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoTokenizer
 
@@ -31,7 +31,11 @@ from slurm_rl.rollout.turns import make_generate
 from slurm_rl.rollout.weights import check_probe, describe_weights, hold_weights, weight_entries
 from slurm_rl.seeds import derive_seed
 from slurm_rl.storage.damage import check_inputs
+from slurm_rl.storage.durable import write_hint
 from slurm_rl.types import JOURNAL_NAME, Order
+
+if TYPE_CHECKING:
+    from slurm_rl.rollout.sglang import SglangOptions
 
 #: What decides samples besides the weights, as far as it is installed beside this program.
 _LIBRARIES = ("transformers", "tokenizers", "torch", "sglang")
@@ -142,15 +146,58 @@ def make_engine(floor: Floor) -> Engine:
         from slurm_rl.rollout.embedded import EmbeddedEngine
 
         return EmbeddedEngine(floor.tokenizer, num_threads=settings.rollout.embedded_threads)
-    from slurm_rl.rollout.sglang import SglangEngine, plan_options
+    from slurm_rl.rollout.sglang import SglangEngine
 
-    options = plan_options(
+    return SglangEngine(plan_server(order, settings))
+
+
+def plan_server(order: Order, settings: Settings) -> SglangOptions:
+    """What the stage's SGLang servers are told."""
+    from slurm_rl.rollout.sglang import plan_options
+    from slurm_rl.rollout.sglang.options import HOST
+
+    num_nodes, host = settings.rollout.engine_nodes, HOST
+    if num_nodes > 1:
+        from slurm_rl.train.distributed import reachable_address
+
+        host = reachable_address(settings, num_nodes=num_nodes)
+    return plan_options(
         settings,
         environment=os.environ,
         log_path=Path(order.attempt_dir) / "sglang.log",
         random_seed=derive_seed(settings.seed, "server", order.iteration, order.shard),
+        leader_host=host,
     )
-    return SglangEngine(options)
+
+
+def follow(order: Order, settings: Settings) -> bool:
+    """Where an engine spans several nodes: be another node's part of it until it is done.
+
+    False at once for the first rank, which serves, and where there is but one.
+    """
+    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+    rollout = settings.rollout
+    if rollout.engine_nodes == 1 or rank == 0:
+        return False
+    from slurm_rl.rollout.sglang.nodes import serve_follower
+
+    with hold_weights(
+        order.input("weights"),
+        run_id=order.run_id,
+        folder=rollout.stage_weights,
+        limit_gb=rollout.stage_weights_gb,
+    ) as weights:
+        serve_follower(plan_server(order, settings), weights, rank=rank)
+    return True
+
+
+def dismiss_followers(order: Order, settings: Settings) -> None:
+    """No engine is needed after all: the other nodes, which wait for one, may leave."""
+    if settings.rollout.engine_nodes > 1:
+        from slurm_rl.rollout.sglang.nodes import done_path
+        from slurm_rl.rollout.sglang.options import plan_meeting
+
+        write_hint(done_path(plan_meeting(plan_server(order, settings))), b"{}")
 
 
 def read_model(order: Order) -> tuple[Weights, Any]:

@@ -340,6 +340,24 @@ def test_a_service_that_is_down_defers_them_and_the_chain_goes_on(folder: Path) 
     assert len(evals_in(world.digests())) == 3 and not world.given_up()
 
 
+def test_a_person_who_cancels_one_gives_it_up_and_the_run_goes_on(folder: Path) -> None:
+    world = make_world(folder)
+
+    def job() -> MemoryJob | None:
+        found = [j for j in jobs(world, "i0001.eval-aime") if j.process and j.process.program]
+        return next(iter(found), None)
+
+    world.shell()
+    assert world.cluster.run_until(lambda: job() is not None, limit_s=1_000.0)
+    found = job()
+    assert found is not None
+    world.cluster.cancel([found.job_id])
+    assert world.finish()
+    world.check()
+    assert world.given_up() == {"i0001.eval-aime": f"job {found.job_id} was cancelled by hand"}
+    assert read_control(world.run).paused is None
+
+
 @pytest.mark.slow
 def test_killed_anywhere_an_evaluation_is_done_in_the_end(folder: Path) -> None:
     world = make_world(folder)

@@ -147,6 +147,8 @@ def test_a_run_without_evaluations_says_how_to_add_one(toy_run: ToyRun) -> None:
     assert toy_run.command("submit", str(toy_run.config), "--wait").returncode == 0
     told = toy_run.command("eval", str(toy_run.root))
     assert told.returncode == 2 and "eval.NAME.prompt_data=FILE" in told.stderr
+    scored = toy_run.command("set", str(toy_run.root), "score.enabled=true")
+    assert scored.returncode == 2 and "need a score stage" in scored.stderr
     data = Path(toy_run.folder / "prompts.jsonl")
     added = toy_run.command("set", str(toy_run.root), f"eval.late.prompt_data={data}")
     assert added.returncode == 0, added.stderr

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from slurm_rl.errors import EngineError
 from slurm_rl.rollout import watchdog
 from slurm_rl.rollout.engine import Completion, Request, Sampling, Weights
-from slurm_rl.rollout.sglang import SglangEngine
+from slurm_rl.rollout.sglang import SglangEngine, serve_follower
 from slurm_rl.rollout.weights import check_probe
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(560)]
@@ -294,6 +295,40 @@ def ask_server(engine: SglangEngine, index: int) -> int:
     """Tokens that a server has prefilled so far."""
     answer = engine.servers[index].call("GET", "/v1/loads?include=core", timeout_s=30)[1]
     return int(answer["loads"][0]["total_prefill_uncached_tokens"])
+
+
+def test_a_server_over_two_nodes(make_options, all_weights, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Both on this host, by gloo: the second rank joins, computes half, and leaves with the first."""
+    options = make_options(tmp_path / "sglang.log", num_nodes=2)
+    options = dataclasses.replace(
+        options,
+        arguments={**options.arguments, "tp_size": 2},
+        environment={**options.environment, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+    )
+    errors: list[EngineError] = []
+
+    def follow() -> None:
+        try:
+            serve_follower(options, all_weights[0], rank=1)
+        except EngineError as error:
+            errors.append(error)
+
+    follower = threading.Thread(target=follow)
+    follower.start()
+    engine = SglangEngine(options)
+    try:
+        engine.start(all_weights[0])
+        for group, completions in generate(engine).items():
+            for completion in completions:
+                expected = reference_logprobs(
+                    all_weights[0], PROMPTS[group], completion.tokens, 1.0
+                )
+                np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+    finally:
+        engine.stop()
+        follower.join(60)
+    assert not follower.is_alive()
+    assert errors == []
 
 
 def test_a_model_that_cannot_be_served_is_reported_with_the_log(

@@ -44,6 +44,7 @@ _HALTS = {
     "attempts ended without a commit": 3,
     "jobs ended before they could look for work": 3,
     r"told to fail \(user\)": 1,
+    "was cancelled by hand": 1,
 }
 
 

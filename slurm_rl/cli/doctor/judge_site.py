@@ -9,9 +9,10 @@ import itertools
 from collections.abc import Iterator
 
 from slurm_rl.chain.graph import build_graph
+from slurm_rl.chain.view import MAX_EVALS
 from slurm_rl.config.derive import (
-    STAGE_KINDS,
     gpu_count,
+    stage_kinds,
     stage_signal_s,
     stage_slurm,
     stage_time_s,
@@ -106,7 +107,9 @@ def _without_ticks(kind: str) -> str:
 
 def judge_times(settings: Settings, site: Site) -> Iterator[Finding]:
     """Wall times against what partitions and the quality of service give."""
-    named_qos = {str(stage_slurm(settings, kind).get("qos") or "") for kind in STAGE_KINDS}
+    named_qos = {
+        str(stage_slurm(settings, kind).get("qos") or "") for kind in stage_kinds(settings)
+    }
     problems = find_too_long(settings, site.partitions)
     may_lift = may_lift_limits(named_qos - {""}, site.qos) if site.qos is not None else False
     for problem in problems:
@@ -118,7 +121,7 @@ def judge_times(settings: Settings, site: Site) -> Iterator[Finding]:
         yield _say(level, "wall time", found, problem.fix)
     if not problems:
         yield _say("ok", "wall time", _describe_times(settings, site))
-    for kind in STAGE_KINDS:
+    for kind in stage_kinds(settings):
         yield from _judge_default_time(settings, site, kind)
         yield from _judge_qos_time(settings, site.qos, kind)
 
@@ -166,7 +169,8 @@ def _judge_qos_time(
 def judge_gpus(settings: Settings, site: Site) -> Iterator[Finding]:
     """Whether GPUs can be asked for in this way, and so many on one node."""
     asks = {
-        kind: gpu_count(stage_slurm(settings, kind).get("gpus_per_node")) for kind in STAGE_KINDS
+        kind: gpu_count(stage_slurm(settings, kind).get("gpus_per_node"))
+        for kind in stage_kinds(settings)
     }
     select = site.word("SelectType")
     if any(asks.values()):
@@ -271,13 +275,16 @@ def count_queued(settings: Settings) -> int:
     # The setup stages of iteration 0 come once; the fullest window counts.
     tasks = [max(graph.node(kind).num_shards for kind in link.kinds) for link in links]
     ticks = _NUM_TICKS if settings.submit_from == "anywhere" else 0
-    return sum(sorted(tasks)[-settings.chain.window :]) + ticks
+    evals = MAX_EVALS if settings.eval else 0
+    return sum(sorted(tasks)[-settings.chain.window :]) + ticks + evals
 
 
 def judge_limits(settings: Settings, site: Site) -> Iterator[Finding]:
     """How many jobs may be queued, against what the chain keeps there."""
     needs = count_queued(settings)
-    names = {str(stage_slurm(settings, kind).get("qos") or "normal") for kind in STAGE_KINDS}
+    names = {
+        str(stage_slurm(settings, kind).get("qos") or "normal") for kind in stage_kinds(settings)
+    }
     told = [entry.max_submit for entry in site.qos or () if entry.name in names]
     told += [limit.max_submit for limit in site.limits]
     limits = [limit for limit in (*told, site.number("MaxJobCount")) if limit is not None]
@@ -316,7 +323,7 @@ def judge_processes(site: Site) -> Iterator[Finding]:
 def _kinds_by_partition(settings: Settings) -> dict[str, list[str]]:
     """What each stage names as its partition -> the stages; empty for the default one."""
     found: dict[str, list[str]] = {}
-    for kind in STAGE_KINDS:
+    for kind in stage_kinds(settings):
         if kind == "tick" and settings.submit_from == "login":
             continue
         found.setdefault(str(stage_slurm(settings, kind).get("partition") or ""), []).append(kind)

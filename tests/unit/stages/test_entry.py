@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from slurm_rl.config.schema import Settings
-from slurm_rl.errors import ConfigError
+from slurm_rl.errors import ConfigError, ServiceDown
+from slurm_rl.launch.results import read_failure as read_words
 from slurm_rl.stages.__main__ import _leave_failure, check_versions, current_rank
+from slurm_rl.storage.fs import POSIX
 from slurm_rl.types import Order, dump_record, parse_order, parse_result
 
 #: A reward that waits for a file, so that a test can act while the stage is at work.
@@ -199,3 +201,24 @@ def test_memory_that_runs_out_may_be_tried_once_more(tmp_path: Path) -> None:
         (Path(order.attempt_dir) / "failure.json").unlink(missing_ok=True)
         assert _leave_failure(order, error, code=1) == 1
         assert read_failure(Path(order.attempt_dir))["blame"] == blame
+
+
+@pytest.mark.parametrize(("defers", "blame"), [(True, "outage"), (False, "user")])
+def test_a_service_that_is_down_is_named_to_the_supervisor(
+    tmp_path: Path, defers: bool, blame: str
+) -> None:
+    attempt = make_order(tmp_path)
+    order = parse_order((attempt / "order.json").read_bytes())
+    _leave_failure(order, ServiceDown("it said 503", service="judge", defers=defers), code=1)
+    words = read_words(attempt, 1, fs=POSIX)
+    assert (words.blame, words.error, words.service) == (blame, "ServiceDown", "judge")
+    assert words.message == "it said 503"
+
+
+def test_an_evaluation_of_whatever_name_has_its_program(tmp_path: Path) -> None:
+    """It gets as far as missing its weights, which this order does not have."""
+    attempt = make_order(
+        tmp_path, kind="eval-aime-24", settings={"eval": {"aime-24": {"prompt_data": "x"}}}
+    )
+    code, _ = run_stage(attempt)
+    assert code == 1 and read_failure(attempt)["message"] == "KeyError: 'weights'"
