@@ -8,7 +8,8 @@ tried again later, and goes on from its journal.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from slurm_rl.errors import ServiceDown
 from slurm_rl.rollout.rewards import Graded, Grader
@@ -16,6 +17,20 @@ from slurm_rl.rollout.samples import Sample
 
 #: A group's key, and its samples.
 Item = tuple[str, Sequence[Sample]]
+Grade = Callable[[Sequence[Sample]], Awaitable[Graded]]
+
+
+async def grade_open(samples: Sequence[Sample], grade: Grade) -> Graded:
+    """Grade those of a group that have no reward; what an environment or a generate function of
+    the user's has given stays."""
+    left = [sample for sample in samples if sample.reward is None]
+    if len(left) == len(samples):
+        return await grade(samples)
+    if not left:
+        return Graded(tuple(samples), "graded")
+    graded = await grade(left)
+    done = {sample.sample_index: sample for sample in graded.samples}
+    return replace(graded, samples=tuple(done.get(s.sample_index, s) for s in samples))
 
 
 async def grade_groups(
@@ -49,16 +64,11 @@ async def _work(
 ) -> Graded | None:
     """Take groups until there are no more (None), or one that is left ungraded."""
     for key, samples in waiting:
-        graded = await grader.grade([_strip(sample) for sample in samples])
+        graded = await grade_open(samples, grader.grade)
         if graded.outcome == "ungraded":
             return graded
         done(key, graded)
     return None
-
-
-def _strip(sample: Sample) -> Sample:
-    """A reward function is promised a sample without reward."""
-    return sample if sample.reward is None else sample.graded(None, {})
 
 
 def run_grading(

@@ -18,6 +18,7 @@ import math
 from array import array
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from typing import Any, Literal
 
 from slurm_rl.errors import DataError
@@ -65,7 +66,8 @@ class Decision:
 class Ledger:
     """The visits of one rollout, their verdicts, and what is decided from them.
 
-    num_carried: how many of the first visits were carried over from the rollout before.
+    num_carried: how many of the first visits were carried over from the rollout before; they are
+    all entered before anything is decided.
     Memory: some twenty bytes a visit.
     """
 
@@ -176,8 +178,8 @@ class Ledger:
         groups, verdicts = self._groups, self._verdicts
         if self.rule.admission == "cursor":
             end = admitted[-1] + 1
-            # Carried ones that lie behind the last admitted one stay carried.
-            carried = [p for p in range(end, self._num_carried) if verdicts[p] < _DROPPED]
+            # Carried ones behind the last admitted one stay carried, whatever became of them.
+            carried = list(range(end, self._num_carried))
         else:
             end = len(groups)
             taken = set(admitted)
@@ -207,7 +209,9 @@ def plan_rule(
     may_fall_short: bool = False,
 ) -> BatchRule:
     """The rule that these settings mean."""
-    quorum = batch_size if admission == "cursor" else math.ceil(close_at * batch_size)
+    quorum = (
+        batch_size if admission == "cursor" else math.ceil(Fraction(str(close_at)) * batch_size)
+    )
     return BatchRule(
         num_groups=batch_size,
         quorum=quorum,

@@ -15,14 +15,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
 
+from slurm_rl.errors import EngineError
 from slurm_rl.rollout.closing import Close, Desk
 from slurm_rl.rollout.engine import Engine
 from slurm_rl.rollout.filters import Filter
+from slurm_rl.rollout.grading import Grade, grade_open
 from slurm_rl.rollout.groups import PlannedGroup
 from slurm_rl.rollout.journal import Entry, Journal, JournalReader
 from slurm_rl.rollout.samples import Sample
@@ -36,20 +37,6 @@ _LOOK_FOR_S = 10.0
 _CUT_OFF_S = 60.0
 
 Generate = Callable[[PlannedGroup], Awaitable[list[Sample]]]
-
-
-class Graded(Protocol):
-    """What a grader makes of a group: see `rewards.Graded`."""
-
-    @property
-    def samples(self) -> Sequence[Sample]: ...
-    @property
-    def outcome(self) -> Literal["graded", "dropped", "ungraded"]: ...
-    @property
-    def why(self) -> str: ...
-
-
-Grade = Callable[[Sequence[Sample]], Awaitable[Graded]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +100,7 @@ class Pipeline:
             try:
                 await self._until_closed(tasks, floor)
             finally:
-                await self._end(engine, tasks)
+                await self._end(engine, tasks, floor)
         assert self._close is not None
         seconds = time.monotonic() - began
         return Outcome(self._close, self._num_made, self._num_tokens, seconds, self._cut_off)
@@ -121,13 +108,19 @@ class Pipeline:
     async def _until_closed(self, tasks: list[asyncio.Task[None]], floor: _Floor) -> None:
         closed = asyncio.create_task(floor.closed.wait())
         pending: set[asyncio.Task[object]] = {closed, *tasks}
-        while not closed.done():
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()  # raises what went wrong there
+        try:
+            while not closed.done():
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()  # raises what went wrong there
+        finally:
+            closed.cancel()
 
-    async def _end(self, engine: Engine, tasks: list[asyncio.Task[None]]) -> None:
-        """Cut off what is under way and wait for it, as long as that takes sense."""
+    async def _end(self, engine: Engine, tasks: list[asyncio.Task[None]], floor: _Floor) -> None:
+        """Cut off what is under way and wait for it, as long as that makes sense."""
+        # Also after an error: a worker that waits for news may miss being cancelled (Python 3.11).
+        floor.closed.set()
+        floor.tell()
         if self._close is not None:
             await engine.abort()
             await asyncio.wait(tasks, timeout=_CUT_OFF_S)
@@ -145,7 +138,14 @@ class Pipeline:
             if group is None:
                 await floor.wait(self._watch.poll_s)
                 continue
-            if any(sample.status == "aborted" for sample in samples) or floor.closed.is_set():
+            is_cut = any(sample.status == "aborted" for sample in samples)
+            if is_cut and not floor.closed.is_set():
+                raise EngineError(
+                    f"group {group.group_index}: an answer came back as aborted, but nothing was"
+                    " aborted",
+                    hint="a generate function of yours says `failed` of what it gives up",
+                )
+            if floor.closed.is_set():
                 self._cut_off[group.group_index] = samples
                 self._supply.give_back(group.group_index)
                 continue
@@ -154,27 +154,16 @@ class Pipeline:
             await asyncio.sleep(0)  # an engine that answers at once must not shut others out
 
     async def _finish(self, group: PlannedGroup, samples: list[Sample], floor: _Floor) -> None:
-        graded = await self._grade(samples, floor)
+        graded = await grade_open(samples, floor.grade)
         keep, reason = graded.outcome != "dropped", graded.why
-        if graded.outcome == "graded" and self._keep is not None:
+        is_wanted = self._supply.is_wanted(group.group_index)
+        if graded.outcome == "graded" and self._keep is not None and not is_wanted:
             keep, reason = self._keep(graded.samples)
         entry = floor.journal.append(
             group.key, graded.samples, outcome=graded.outcome, keep=keep, reason=reason
         )
         self._num_made += 1
         self._absorb([entry], floor)
-
-    async def _grade(self, samples: list[Sample], floor: _Floor) -> Graded:
-        """Grade those that did not come with a reward, as an environment's do."""
-        left = [sample for sample in samples if sample.reward is None]
-        if len(left) == len(samples):
-            return await floor.grade(samples)
-        if not left:
-            return _Given(samples)
-        graded = await floor.grade(left)
-        done = {sample.sample_index: sample for sample in graded.samples}
-        whole = [done.get(sample.sample_index, sample) for sample in samples]
-        return _Given(whole, graded.outcome, graded.why)
 
     def _absorb(self, entries: Iterable[Entry], floor: _Floor) -> None:
         if self._supply.absorb_all(entries) | self._is_late():
@@ -232,17 +221,8 @@ class Pipeline:
             self._lacking_since = time.monotonic()
         since = self._lacking_since
         if missing and since is not None and time.monotonic() - since > _LOOK_FOR_S:
-            self._supply.ask_for(group.group_index for group in missing)
+            self._supply.ask_for(missing)
         return bool(missing)
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """A group some or all of whose rewards came with the samples."""
-
-    samples: Sequence[Sample]
-    outcome: Literal["graded", "dropped", "ungraded"] = "graded"
-    why: str = ""
 
 
 class _Floor:

@@ -7,6 +7,7 @@ is held. Visits are dealt to the shards by their number.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from slurm_rl.rollout.data import Visit
 from slurm_rl.rollout.groups import PlannedGroup, Planner
 from slurm_rl.rollout.journal import Entry
 from slurm_rl.rollout.ledger import Ledger
+from slurm_rl.rollout.samples import Sample
 
 
 class Visits(Protocol):
@@ -62,10 +64,17 @@ class Supply:
         self._num_entered = 0
         self._open: dict[int, PlannedGroup] = {}  # entered, without a verdict
         self._under_way: set[int] = set()
+        self._ready: deque[int] = deque()  # entered, ours, and not begun
         self._wanted: set[int] | None = None  # all that is still to be made, once it is closed
+        self._given_up: set[int] = set()  # of those: a reward failed once more
+        self._dropped: dict[int, str] = {}  # number -> key
+        self._spare: dict[int, Entry] = {}  # kept copies of groups that were dropped here
         self._found: dict[str, Entry] = {}  # of groups that were not entered yet, by key
         self.ledger = ledger
         self.entries: dict[int, Entry] = {}
+        # All of them at once: a batch that closes early must know what carries over again.
+        for _ in carried:
+            self._enter()
 
     def is_own(self, group_index: int) -> bool:
         return group_index % self._num_shards == self._shard
@@ -82,11 +91,14 @@ class Supply:
         return group
 
     def _take_own(self) -> PlannedGroup | None:
-        while self.ledger.wants_more():
-            group = self._enter()
-            if group is not None and self.is_own(group.group_index):
-                return group
-        return None
+        while True:
+            while self._ready:
+                group = self._open.get(self._ready.popleft())
+                if group is not None:
+                    return group
+            if not self.ledger.wants_more():
+                return None
+            self._enter()
 
     def _take_left(self) -> PlannedGroup | None:
         """What others have not done, or what came back from here, from the far end."""
@@ -95,27 +107,31 @@ class Supply:
                 return self._open[index]
         return None
 
-    def _enter(self) -> PlannedGroup | None:
-        """Enter the next visit; its group, unless a journal holds it already."""
+    def _enter(self) -> bool:
+        """Enter the next visit; whether a journal holds its group already."""
         number, self._num_entered = self._num_entered, self._num_entered + 1
         group = self._plan(number)
-        self.ledger.enter(group.group_index)
-        self._open[group.group_index] = group
+        index = group.group_index
+        self.ledger.enter(index)
+        self._open[index] = group
         entry = self._found.pop(group.key, None)
         if entry is not None:
             self.absorb(entry)
-            return None
-        return group
+        elif self.is_own(index):
+            self._ready.append(index)
+        return entry is not None
 
     def _plan(self, number: int) -> PlannedGroup:
         if number >= len(self._carried):
             return self._planner.plan(self._stream.take())
-        visit, samples = self._carried[number]
+        return self._resume(*self._carried[number])
+
+    def _resume(self, visit: Visit, samples: Sequence[Sample]) -> PlannedGroup:
         return self._planner.resume(visit, samples) if samples else self._planner.plan(visit)
 
     def catch_up(self) -> None:
         """Enter visits as long as the batch wants more and the journals hold them."""
-        while self.ledger.wants_more() and self._enter() is None:
+        while self.ledger.wants_more() and self._enter():
             pass
 
     # -- verdicts -----------------------------------------------------------------------------
@@ -130,20 +146,33 @@ class Supply:
         self._under_way.discard(entry.group_index)
         if entry.keep:
             self.entries[entry.group_index] = entry
+        elif self.is_wanted(entry.group_index):
+            self._given_up.add(entry.group_index)
+        else:
+            self._dropped[entry.group_index] = entry.key
         return self.ledger.judge(entry.group_index, keep=entry.keep, reason=entry.reason)
 
     def _remember(self, entry: Entry) -> None:
-        """An entry of a group that is not open: not entered yet, or done already.
+        """A copy of a group that is not open: not entered yet, or done already.
 
-        Of two the earlier counts, unless a service was down then.
+        A kept and graded one is preferred: two copies may have got different verdicts, and what
+        the stage's decision admits must be there.
         """
-        done = self.entries.get(entry.group_index)
-        if done is None:
+        index, done = entry.group_index, self.entries.get(entry.group_index)
+        if done is not None:
+            if done.key == entry.key and _rank(entry) > _rank(done):
+                self.entries[index] = entry
+        elif self._dropped.get(index) == entry.key:
+            if entry.keep:
+                self._spare[index] = entry
+        else:
             known = self._found.get(entry.key)
-            if known is None or known.outcome == "ungraded":
+            if known is None or _rank(entry) > _rank(known):
                 self._found[entry.key] = entry
-        elif done.key == entry.key and done.outcome == "ungraded":
-            self.entries[entry.group_index] = entry
+
+    def put(self, entry: Entry) -> None:
+        """Another word on a group that is done: it was graded after all, or could not be."""
+        self.entries[entry.group_index] = entry
 
     def absorb_all(self, entries: Iterable[Entry]) -> bool:
         """As `absorb`, for each; whether any of them is news."""
@@ -174,21 +203,42 @@ class Supply:
         """Have these made again, and nothing else."""
         self._wanted = set(groups)
 
-    def missing(self, close: Close) -> list[PlannedGroup]:
-        """Our own admitted groups that no journal is known to hold."""
-        lacking = [i for i in close.decision.admitted if self.is_own(i) and i not in self.entries]
-        return [self._open[index] for index in lacking if index in self._open]
+    def is_wanted(self, group_index: int) -> bool:
+        """Whether the decision admits a group that has to be made again, whatever a filter says."""
+        return self._wanted is not None and group_index in self._wanted
+
+    def missing(self, close: Close) -> list[int]:
+        """Our own admitted groups that no journal is known to hold, ready to be made again."""
+        lacking = []
+        for index in filter(self.is_own, close.decision.admitted):
+            if index in self._spare and index not in self.entries:
+                self.entries[index] = self._spare[index]
+            if index not in self.entries and index not in self._given_up:
+                lacking.append(index)
+        closed = {index for index in lacking if index not in self._open}
+        samples = {visit.group_index: had for visit, had in self._carried}
+        for visit in self._visits(closed, close):
+            index = visit.group_index
+            self._open[index] = self._resume(visit, samples.get(index, ()))
+        return lacking
 
     def carried_visits(self, close: Close) -> list[Visit]:
         """The visits of our own groups that carry over."""
-        wanted = {index for index in close.decision.carried if self.is_own(index)}
+        return self._visits(set(filter(self.is_own, close.decision.carried)), close)
+
+    def _visits(self, wanted: set[int], close: Close) -> list[Visit]:
+        """Visits of this rollout, also of groups that are done and were let go."""
         found = {i: group.visit for i, group in self._open.items() if i in wanted}
         found |= {v.group_index: v for v, _ in self._carried if v.group_index in wanted}
         if wanted - found.keys():
-            # Finished, but not admitted: their visits were let go. The data still has them.
             again = self._stream.reopen()
             for _ in range(close.decision.num_taken):
                 visit = again.take()
                 if visit.group_index in wanted:
                     found[visit.group_index] = visit
         return [found[index] for index in sorted(wanted)]
+
+
+def _rank(entry: Entry) -> tuple[bool, bool]:
+    """Which copy of a group is of more use."""
+    return entry.keep, entry.outcome == "graded"

@@ -1,8 +1,9 @@
 """The evaluation stage: every row of one data set, answered by one version of the weights.
 
 Owns what an evaluation is: all rows in their order, n samples each, sampled and rewarded as
-`eval.<name>` says, with seeds that do not depend on the version, so that versions meet the same
-draws. The samples are committed like a rollout's, beside the numbers; nothing is trained on them.
+`eval.<name>` says (a row whose reward fails, where that drops it, is counted as `dropped`), with
+seeds that do not depend on the version, so that versions meet the same draws. The samples are
+committed like a rollout's, beside the numbers; nothing is trained on them.
 
 A reward whose service is down ends the attempt (blame `outage`): it is tried again later.
 """
@@ -18,7 +19,7 @@ from typing import Any
 
 from slurm_rl.config.rollout_schema import EvalSet
 from slurm_rl.config.schema import EVAL_PREFIX, Settings
-from slurm_rl.errors import DataError
+from slurm_rl.errors import DataError, RewardError
 from slurm_rl.rollout.closing import Close
 from slurm_rl.rollout.data import PromptData, Visit, prompt_tokenizer, resolve_eval
 from slurm_rl.rollout.engine import Engine
@@ -190,7 +191,7 @@ def _grade_rest(supply: Supply, order: Order, settings: Settings, chosen: EvalSe
             entry = journal.append(
                 key, graded.samples, outcome=graded.outcome, keep=graded.outcome == "graded"
             )
-            supply.absorb(entry)
+            supply.put(entry)
 
         items = ((entry.key, read_group(entry) or []) for entry in left)
         grader = Grader(settings, overrides=chosen)
@@ -202,6 +203,12 @@ def _seal(supply: Supply, close: Close, *, order: Order, name: str, pass_k: list
     root, metrics = Path(order.attempt_dir), RolloutMetrics()
     admitted = (supply.entries[index] for index in sorted(close.decision.admitted))
     entries = [entry for entry in admitted if entry.keep]
+    num_dropped = supply.ledger.rule.num_groups - len(entries)
+    if not entries:
+        raise RewardError(
+            f"eval.{name}: the reward of every row failed, and each was dropped",
+            hint="mend the reward; the log says what it raised",
+        )
     rates = PassRate(pass_k)
     for entry in entries:
         rates.add(read_group(entry) or [])
@@ -211,6 +218,8 @@ def _seal(supply: Supply, close: Close, *, order: Order, name: str, pass_k: list
     }
     found |= {f"eval/{name}/{key}": value for key, value in rates.fold().items()}
     found[f"eval/{name}"] = found[f"eval/{name}/raw_reward"]
+    found[f"eval/{name}/dropped"] = float(num_dropped)
     log.info("%s: %.4f over %d samples", name, found[f"eval/{name}"], metrics.num_samples)
     counts = {"num_samples": metrics.num_samples, "num_groups": metrics.num_groups}
+    counts["num_dropped"] = num_dropped
     return Result(files, content=counts, metrics=found, provenance={"versions": read_versions()})

@@ -11,9 +11,10 @@ stage was killed, whatever the journals held, and whichever shard made which gro
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +23,15 @@ from typing import Any
 from slurm_rl.config.derive import admission, data_overrides, is_graded_later
 from slurm_rl.config.schema import Settings
 from slurm_rl.rollout.carry import PARTIAL_NAME, Carried, read_carried, write_carried
-from slurm_rl.rollout.closing import Close, desk_of
-from slurm_rl.rollout.data import open_stream, resolve
+from slurm_rl.rollout.closing import Close, Desk, desk_of
+from slurm_rl.rollout.data import Visit, open_stream, resolve
 from slurm_rl.rollout.engine import Engine, Weights
 from slurm_rl.rollout.filters import make_filter
 from slurm_rl.rollout.groups import Planner
 from slurm_rl.rollout.ledger import Ledger, plan_rule
 from slurm_rl.rollout.metrics import RolloutMetrics
 from slurm_rl.rollout.pipeline import Outcome, Pipeline, Watch
+from slurm_rl.rollout.samples import Sample
 from slurm_rl.rollout.sealing import seal_groups
 from slurm_rl.rollout.supply import Supply
 from slurm_rl.stages.serving import (
@@ -42,7 +44,8 @@ from slurm_rl.stages.serving import (
     serve_and_run,
 )
 from slurm_rl.storage.damage import check_inputs
-from slurm_rl.storage.durable import seal_files
+from slurm_rl.storage.digest import digest_value
+from slurm_rl.storage.durable import read_published, seal_files
 from slurm_rl.types import Order, Result
 
 log = logging.getLogger(__name__)
@@ -92,7 +95,7 @@ def open_rollout(order: Order, settings: Settings) -> Iterator[Opened]:
     began = time.monotonic()
     weights, tokenizer = read_model(order)
     context_len = find_context_len(settings, weights.path)
-    carried = _read_carried(order)
+    carried = _read_carried(order, settings)
     planner = Planner(
         order,
         settings,
@@ -126,13 +129,24 @@ def open_rollout(order: Order, settings: Settings) -> Iterator[Opened]:
         yield Opened(weights, tokenizer, supply, pipeline, began)
 
 
-def _read_carried(order: Order) -> list[Carried]:
-    """What the rollout before handed on, compared with its commit."""
+def _read_carried(order: Order, settings: Settings) -> list[Carried]:
+    """What the rollout before handed on, compared with its commit.
+
+    After a change of settings that would make another group of it, a prompt starts afresh.
+    """
     previous = order.inputs.get("previous")
     if previous is None:
         return []
     check_inputs(previous, [n for n in previous.files if n.split("/")[-1] == PARTIAL_NAME])
-    return read_carried(previous.named(PARTIAL_NAME))
+    rollout, overrides = settings.rollout, data_overrides(settings)
+
+    def may_go_on(visit: Visit, samples: Sequence[Sample]) -> bool:
+        own = overrides.get(visit.prompt.data_set)
+        num = (own and own.n_samples_per_prompt) or rollout.n_samples_per_prompt
+        return rollout.partial_rollout and len(samples) == num
+
+    carried = read_carried(previous.named(PARTIAL_NAME))
+    return [(visit, had if may_go_on(visit, had) else ()) for visit, had in carried]
 
 
 def _open_ledger(settings: Settings, *, num_carried: int) -> Ledger:
@@ -162,9 +176,21 @@ def plan_watch(order: Order, settings: Settings, *, key: str) -> Watch:
 
     return Watch(
         attempts=attempts,
-        desk=None if is_alone else desk_of(stage, key),
+        desk=None if is_alone else find_desk(stage, key),
         close_after_s=settings.rollout.close_after_s,
     )
+
+
+def find_desk(stage: Path, key: str) -> Desk:
+    """Where the shards agree: where those that have committed did, else where `key` says."""
+    for commit in sorted(stage.glob("shard-*/COMMIT")):
+        data = read_published(commit)
+        closed = json.loads(data)["content"].get("decision") if data is not None else None
+        for path in sorted(stage.glob("CLOSE-*.json")) if closed else ():
+            stands = Desk(path).read()
+            if stands is not None and digest_value(stands.decision.as_dict()) == closed:
+                return Desk(path)
+    return desk_of(stage, key)
 
 
 def seal(
@@ -174,8 +200,10 @@ def seal(
     began = time.monotonic()
     root, close = Path(order.attempt_dir), outcome.close
     supply, metrics = opened.supply, RolloutMetrics()
-    own = [index for index in close.decision.admitted if supply.is_own(index)]
-    names = seal_groups(root, (supply.entries[i] for i in sorted(own)), metrics=metrics)
+    admitted = filter(supply.is_own, sorted(close.decision.admitted))
+    # One that had to be made again, and whose reward failed, is not there.
+    own = [supply.entries[index] for index in admitted if index in supply.entries]
+    names = seal_groups(root, own, metrics=metrics)
     names += write_carried(root, _carried(opened, outcome, settings))
     files = seal_files(root, names)
     ended = time.monotonic()
@@ -208,6 +236,8 @@ def _content(opened: Opened, close: Close, settings: Settings) -> dict[str, Any]
         "seed": settings.seed,
         "carried": decision.carried,
         "dropped": decision.reasons,
+        # Shards of different decisions must not be put together.
+        "decision": digest_value(decision.as_dict()),
     }
 
 

@@ -1,8 +1,8 @@
 """The score stage: from a rollout's samples to a reward for each, where the rollout left it open.
 
-Owns which samples are graded here: all, where rewards are this stage's (`score.enabled`, or a model
-that is served meanwhile); else those that a service's outage left without. What the rollout graded
-is handed on as it is. Groups are journalled as they are graded.
+Owns which samples are graded here: those that the rollout left without a reward, be it that all
+rewards are this stage's (`score.enabled`, or a model that is served meanwhile), or that a service
+was down. What has a reward is handed on as it is. Groups are journalled as they are graded.
 
 A service that is down ends the attempt (blame `outage`), and the stage is tried again later: that
 spends no retries. What a kill leaves: the journal; the next attempt goes on from it.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from slurm_rl.config.derive import is_graded_later, settings_digest
+from slurm_rl.config.derive import settings_digest
 from slurm_rl.config.schema import Settings
 from slurm_rl.rollout.engine import Weights
 from slurm_rl.rollout.grading import run_grading
@@ -55,7 +55,7 @@ def run_score(order: Order, settings: Settings) -> Result:
     todo = [
         (keys.of(group), (start, stop))
         for group, start, stop in _spans(listing)
-        if _is_open(listing, start, stop, settings) and keys.of(group) not in entries
+        if _is_open(listing, start, stop) and keys.of(group) not in entries
     ]
     with Journal(Path(order.attempt_dir) / JOURNAL_NAME) as journal:
 
@@ -109,9 +109,9 @@ def _spans(listing: Listing) -> Iterator[tuple[int, int, int]]:
         start = stop
 
 
-def _is_open(listing: Listing, start: int, stop: int, settings: Settings) -> bool:
+def _is_open(listing: Listing, start: int, stop: int) -> bool:
     rewards = listing.batch.rewards[start:stop]
-    return is_graded_later(settings) or bool((rewards != rewards).any())  # NaN
+    return bool((rewards != rewards).any())  # NaN
 
 
 @contextmanager

@@ -22,8 +22,9 @@ from slurm_rl.config.rollout_schema import Overrides
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import ModelError
 from slurm_rl.rollout.engine import Engine, Weights
+from slurm_rl.rollout.grading import Grade
 from slurm_rl.rollout.groups import Finisher
-from slurm_rl.rollout.pipeline import Grade, Outcome, Pipeline
+from slurm_rl.rollout.pipeline import Outcome, Pipeline
 from slurm_rl.rollout.rewards import Graded, Grader
 from slurm_rl.rollout.samples import Sample
 from slurm_rl.rollout.single_turn import SingleTurn

@@ -6,7 +6,6 @@ import asyncio
 import random
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from slurm_rl.config.derive import data_overrides
@@ -18,6 +17,7 @@ from slurm_rl.rollout.groups import Finisher, Planner
 from slurm_rl.rollout.instant import InstantEngine
 from slurm_rl.rollout.ledger import Ledger, plan_rule
 from slurm_rl.rollout.pipeline import Pipeline, Watch
+from slurm_rl.rollout.rewards import Graded
 from slurm_rl.rollout.samples import Sample
 from slurm_rl.rollout.single_turn import SingleTurn
 from slurm_rl.rollout.supply import Supply
@@ -52,6 +52,9 @@ class Numbers:
         number, self._next = self._next, self._next + 1
         return Visit(number, Prompt(number, f"p{number}", number, {}), (number % 50, 7))
 
+    def take_many(self, num: int) -> list[Visit]:
+        return [self.take() for _ in range(num)]
+
     def cursor_after(self, group_index: int) -> Place:
         assert group_index < self._next
         return Place(group_index + 1)
@@ -81,7 +84,7 @@ async def by_length(samples):
     """Rewards 1 for answers of an even number of tokens."""
     await asyncio.sleep(0)
     graded = tuple(replace(s, reward=float(s.response_length % 2 == 0)) for s in samples)
-    return SimpleNamespace(samples=graded, outcome="graded", why="")
+    return Graded(graded, "graded")
 
 
 @dataclass
@@ -161,4 +164,5 @@ class Shard:
         from slurm_rl.rollout.journal import read_group
 
         own = [i for i in self.close.decision.admitted if self.supply.is_own(i)]
-        return [s for i in own for s in read_group(self.supply.entries[i])]
+        found = self.supply.entries
+        return [s for i in own if i in found for s in read_group(found[i])]

@@ -17,7 +17,7 @@ def drive(rule, keeps, order, *, num_carried=0):
     """
     ledger, given_verdicts, entered = Ledger(rule, num_carried=num_carried), [], 0
     for draw in [*order, *range(10_000)]:
-        while ledger.wants_more():
+        while entered < num_carried or ledger.wants_more():  # carried ones come first, all of them
             ledger.enter(100 + entered)
             entered += 1
         decision = ledger.decide()
@@ -56,10 +56,7 @@ def test_it_decides_as_the_whole_history_says(rule, keeps, order, num_carried):
         end = admitted[-1] + 1 - 100
         # Nothing ahead of the last admitted one is open.
         assert all(g in verdict for g in range(100, 100 + end))
-        carried = [
-            g for g in range(100 + end, 100 + num_carried) if verdict.get(g) or g not in verdict
-        ]
-        carried = [g for g in carried if g < 100 + entered]
+        carried = list(range(100 + end, 100 + num_carried))
     else:
         arrived = [g for g, keep in given_verdicts if keep]
         admitted = sorted(arrived[: rule.num_groups])

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from toy.rollouts import Shard, Slow, Text, by_length
+from toy.rollouts import Numbers, Shard, Slow, Text, by_length
 
-from slurm_rl.errors import EngineError
+from slurm_rl.errors import DataError, EngineError, RewardError
 from slurm_rl.rollout.carry import read_carried, write_carried
 from slurm_rl.rollout.engine import Weights
 from slurm_rl.rollout.filters import keep_nonzero_std
 from slurm_rl.rollout.groups import Finisher
+from slurm_rl.rollout.journal import parse_head, parse_samples, render_line
 from slurm_rl.rollout.single_turn import SingleTurn
 from slurm_rl.types import JOURNAL_NAME
 
@@ -244,3 +246,110 @@ def test_rewards_that_samples_bring_are_kept(folder, plain):
         brought = sample.group_index % 2 == 1 or sample.sample_index == 0
         assert (sample.reward == 7.5) == brought
         assert sample.reward is not None
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_two_verdicts_on_one_group_and_the_decision_wins(folder, plain, monkeypatch, is_lost):
+    """Our own copy was dropped; the other shard's was kept, and the batch closed with it."""
+    monkeypatch.setattr("slurm_rl.rollout.pipeline._LOOK_FOR_S", 0.1)
+    root = folder()
+    other = asyncio.run(Shard(root, plain, 1, 2).run())
+    assert 4 in other.close.decision.admitted
+    journal = other.folder / JOURNAL_NAME
+    lines = journal.read_bytes().splitlines(keepends=True)
+    found = [line for line in lines if b'"group_index":4,' in line]
+    first = Shard(root, plain, 0, 2, keep=lambda group: (group[0].group_index != 4, "unlucky"))
+    head = parse_head(found[0][:-1])
+    mine = render_line(head["key"], parse_samples(found[0][:-1]), keep=False, reason="unlucky")
+    (first.folder / JOURNAL_NAME).write_bytes(mine)
+    if is_lost:
+        journal.write_bytes(b"".join(line for line in lines if line not in found))
+    again = Shard(root, plain, 0, 2, attempt=2, keep=lambda group: (False, "unlucky"))
+    asyncio.run(again.run())
+    assert again.engine.made == ([4] if is_lost else [])
+    assert {s.group_index for s in again.samples()} == set(range(0, 12, 2))
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=OK)
+@given(st.integers(0, 10**6))
+def test_shards_whose_verdicts_differ_all_seal(folder, plain, seed):
+    """Rewards that are not reproducible: each copy of a group meets its own verdict."""
+    draws, root = random.Random(seed), folder()
+    shards = [
+        Shard(
+            root,
+            plain,
+            n,
+            3,
+            admission="arrival",
+            keep=lambda group: (draws.random() < 0.6, "unlucky"),
+            engine=Slow(seed=seed + n),
+            max_groups=400,
+        )
+        for n in range(3)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slurm_rl.rollout.pipeline._LOOK_FOR_S", 0.05)
+        asyncio.run(together(shards))
+    decision = shards[0].close.decision
+    assert all(shard.close == shards[0].close for shard in shards)
+    assert sorted({s.group_index for s in everything(shards)}) == decision.admitted
+
+
+@pytest.mark.parametrize("poll_s", [0.01, 0.3])
+@pytest.mark.parametrize("how", ["all dropped", "filter fails"])
+def test_an_error_ends_the_rollout_at_once(folder, plain, how, poll_s):
+    def fail(group):
+        raise RewardError("the filter failed")
+
+    keep = fail if how == "filter fails" else lambda group: (False, "same")
+    for seed in range(8):
+        shard = Shard(
+            folder(), plain, keep=keep, max_groups=12, poll_s=poll_s, engine=Slow(seed=seed)
+        )
+        began = time.monotonic()
+        with pytest.raises((DataError, RewardError)):
+            asyncio.run(asyncio.wait_for(shard.run(), 20))
+        assert time.monotonic() - began < 5
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=OK)
+@given(
+    st.integers(0, 10**6),
+    st.integers(0, 14),
+    st.integers(1, 8),
+    st.sampled_from(["cursor", "arrival"]),
+    st.sampled_from([0.5, 1.0]),
+)
+def test_every_prompt_is_admitted_carried_or_dropped(
+    folder, plain, seed, num_carried, batch, admission, close_at
+):
+    carried = tuple((visit, ()) for visit in (Numbers().take_many(num_carried)))
+    shard = Shard(
+        folder(),
+        plain,
+        first=num_carried,
+        carried=carried,
+        batch=batch,
+        admission=admission,
+        close_at=close_at,
+        keep=keep_nonzero_std,
+        engine=Slow(seed=seed, concurrency=3),
+    )
+    asyncio.run(shard.run())
+    decision = shard.close.decision
+    total = len(decision.admitted) + len(decision.carried) + decision.num_dropped
+    assert total == num_carried + decision.num_taken
+    assert len(decision.admitted) <= batch
+    assert len(shard.supply.carried_visits(shard.close)) == len(decision.carried)
+    assert shard.close.cursor == {"visits": num_carried + decision.num_taken}
+
+
+def test_an_answer_that_says_aborted_by_itself_is_an_error(folder, plain):
+    class Odd(Slow):
+        async def generate(self, request, sampling):
+            made = await super().generate(request, sampling)
+            return [replace(completion, finish="abort") for completion in made]
+
+    with pytest.raises(EngineError, match="nothing was aborted"):
+        asyncio.run(Shard(folder(), plain, engine=Odd(seed=0)).run())
