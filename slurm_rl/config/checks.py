@@ -30,6 +30,7 @@ from slurm_rl.config.rollout_checks import (
     check_batch,
     check_close,
     check_filter,
+    check_passrates,
     check_sampling,
     check_shards,
 )
@@ -181,6 +182,7 @@ _RULES: tuple[Callable[[Settings], Problems], ...] = (
     check_batch,
     check_filter,
     check_close,
+    check_passrates,
     check_data,
     check_engine,
     check_batches,

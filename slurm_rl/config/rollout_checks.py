@@ -80,6 +80,17 @@ def check_filter(settings: Settings) -> Problems:
         yield Problem(at, rule, "take it out, or score.enabled and score.server", name)
 
 
+def check_passrates(settings: Settings) -> Problems:
+    """A k of pass@k needs as many samples."""
+    for name, part in settings.eval.items():
+        num = part.n_samples_per_prompt or settings.rollout.n_samples_per_prompt
+        largest = max(part.pass_k, default=0)
+        if largest > num:
+            rule = f"is more than the {num} samples of each prompt"
+            fix = f"lower it, or raise eval.{name}.n_samples_per_prompt"
+            yield Problem(("eval", name, "pass_k"), rule, fix, largest)
+
+
 def check_close(settings: Settings) -> Problems:
     """What ends a rollout early needs admission by arrival, and is not deterministic."""
     rollout, how = settings.rollout, admission(settings)

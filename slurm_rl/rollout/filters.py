@@ -48,7 +48,7 @@ def keep_nonzero_std(group: Sequence[Sample]) -> tuple[bool, str]:
 def _ask(function: Callable[..., Any], args: Any, group: list[Sample]) -> tuple[bool, str]:
     try:
         answer = function(args, group)
-    except Exception as error:  # the user's code
+    except (Exception, SystemExit) as error:  # the user's code
         raise RewardError(
             f"filter {describe(function)} raised {type(error).__name__}: {error}"
         ) from error

@@ -25,7 +25,7 @@ class PassRate:
     """An account of groups. ks: which k; none: the powers of two up to n."""
 
     def __init__(self, ks: Sequence[int] = ()) -> None:
-        self._ks = tuple(ks)
+        self._ks = sorted(set(ks))
         self._num_groups = 0
         self._counts: Counter[tuple[int, int]] = Counter()  # (samples, right ones) of a group
         self._majorities: Counter[int] = Counter()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -158,7 +159,14 @@ def _refuse_constant(text: str) -> Any:
     raise ValueError(f"{text} is not a number of JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+def _read_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large a number")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_read_float)
 
 
 def _check_prompt(prompt: Any, *, place: str, key: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 import numbers
 import traceback
 from collections.abc import Awaitable, Callable
@@ -18,6 +17,9 @@ from slurm_rl.rollout.rewards.means import Means
 from slurm_rl.rollout.samples import Sample
 
 #: The user's: `(args, sample)`, or with group_rm `(args, samples)`; may be a coroutine function.
+#: The largest float32.
+_LARGEST = 3.4028234e38
+
 RewardFunction = Callable[..., Any]
 
 
@@ -122,14 +124,23 @@ def check_reward(value: Any, *, function: BuiltIn | RewardFunction, prompt: Any)
         problem = f"a {type(value).__name__}, not a number"
         if isinstance(value, dict):
             hint = "name the entry to train on as rollout.reward_key"
-    elif not math.isfinite(value):
-        problem = str(float(value))
+    elif not is_storable(value):
+        problem = str(value)[:40]
+        hint = "return a finite float of single precision"
     else:
         return float(value)
     raise RewardError(
         f"reward {describe(function)} returned {problem} for the prompt {shorten(prompt)}",
         hint=hint,
     )
+
+
+def is_storable(value: Any) -> bool:
+    """Whether a number is finite as a float32, in which samples hold their rewards."""
+    try:
+        return abs(float(value)) <= _LARGEST
+    except OverflowError:  # a whole number of more than three hundred digits
+        return False
 
 
 def describe(function: Callable[..., Any] | BuiltIn) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slurm_rl.rollout.rewards.functions import check_reward
+from slurm_rl.errors import RewardError
+from slurm_rl.rollout.rewards.functions import check_reward, is_storable, shorten
 from slurm_rl.rollout.rewards.plan import Plan, Term, overlong_penalty
 from slurm_rl.rollout.samples import Sample
 
@@ -33,7 +33,7 @@ def make_part(value: Any, term: Term, *, prompt: Any) -> Part:
     others = {
         str(name): float(number)
         for name, number in value.items()
-        if name != key and isinstance(number, numbers.Real) and math.isfinite(number)
+        if name != key and isinstance(number, numbers.Real) and is_storable(number)
     }
     return Part(check_reward(value[key], function=term.function, prompt=prompt), others)
 
@@ -51,4 +51,9 @@ def finish(sample: Sample, plan: Plan, parts: Sequence[Part]) -> Sample:
         penalty = overlong_penalty(sample.response_length, limit=plan.limit, overlong=plan.overlong)
         recorded["overlong"] = penalty
         reward += penalty
+    if not is_storable(reward):
+        raise RewardError(
+            f"the weighted sum of the rewards is {reward} for the prompt {shorten(sample.prompt)}",
+            hint="lower the weights, or return smaller numbers",
+        )
     return sample.graded(reward, recorded)

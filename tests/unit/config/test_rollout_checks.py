@@ -25,6 +25,11 @@ BAD = [
         "rollout_max_prompt_len",
         "no room",
     ),
+    (
+        {"eval": {"t": {"prompt_data": "/d.jsonl", "rm_type": "gsm8k", "pass_k": [1, 8]}}},
+        "eval.t.pass_k",
+        "n_samples_per_prompt",
+    ),
     ({"rollout__rollout_top_k": 0}, "rollout_top_k", "-1 for all"),
 ]
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 
 from slurm_rl.config.rollout_schema import EvalSet, Overlong
 from slurm_rl.config.schema import Settings
-from slurm_rl.errors import ConfigError
+from slurm_rl.errors import ConfigError, RewardError
 from slurm_rl.rollout.rewards import find_reward, find_rewards
+from slurm_rl.rollout.rewards.functions import check_reward
 from slurm_rl.rollout.rewards.plan import Plans, overlong_penalty
 
 Make = Callable[..., Settings]
@@ -85,3 +87,10 @@ def test_one_reward_must_be_named() -> None:
         find_reward(rm_type="f2", custom_rm_path=None)
     with pytest.raises(ConfigError, match="'boxed_judge' is no built-in reward"):
         find_reward(rm_type="boxed_judge", custom_rm_path=None)
+
+
+@pytest.mark.parametrize("value", [10**400, 1e39, -1e39, math.inf, math.nan])
+def test_a_number_that_a_sample_cannot_hold_is_a_failure(value):
+    with pytest.raises(RewardError, match="returned"):
+        check_reward(value, function=lambda args, sample: value, prompt="p")
+    assert check_reward(3e38, function=lambda args, sample: 0, prompt="p") == 3e38
