@@ -10,7 +10,9 @@ from collections.abc import Iterator
 
 from slurm_rl.chain.graph import Link
 from slurm_rl.chain.halts import explain_end
+from slurm_rl.chain.scheduler import QueuedJob
 from slurm_rl.chain.view import GiveUp, LinkView, Spec, View
+from slurm_rl.config.schema import EVAL_PREFIX
 from slurm_rl.storage.evals import GivenUp
 
 
@@ -64,7 +66,8 @@ def _choose_evals(spec: Spec, view: View, most: int) -> list[LinkView]:
     """Those that have jobs, and the next ones while there are fewer than `most`."""
     found = [seen for seen in view.evals if not seen.is_done and not _find_end(spec, seen)]
     has_job = [any(job.state.is_live for job in view.jobs_of(seen)) for seen in found]
-    room = most - sum(has_job)
+    # Also jobs of those that are done or given up: they hold a place until they end.
+    room = most - sum(_is_evals(job) for job in view.queue or ())
     chosen = []
     for seen, has_one in zip(found, has_job, strict=True):
         if not has_one:
@@ -72,6 +75,11 @@ def _choose_evals(spec: Spec, view: View, most: int) -> list[LinkView]:
         if has_one or room >= 0:
             chosen.append(seen)
     return chosen
+
+
+def _is_evals(job: QueuedJob) -> bool:
+    """Whether a job is an evaluation's, and in the queue."""
+    return job.state.is_live and f".{EVAL_PREFIX}" in job.name
 
 
 def _find_end(spec: Spec, seen: LinkView) -> str:
