@@ -80,7 +80,9 @@ def find_people() -> tuple[list[Person], str]:
     for python in (sys.executable, shutil.which(version, path="/usr/local/bin:/usr/bin")):
         if python is None:
             continue
-        argv = [*prefix, python, "-c", "import slurm_rl.launch.job, slurm_rl.cli.main"]
+        # It may start, and yet lie in a folder that is closed to him.
+        code = f"import shutil, slurm_rl.launch.job, slurm_rl.cli.main; shutil.which({python!r})[0]"
+        argv = [*prefix, python, "-c", code]
         env = os.environ | {"PYTHONPATH": python_path()}
         done = subprocess.run(argv, env=env, cwd="/", capture_output=True, text=True)
         if done.returncode == 0:
