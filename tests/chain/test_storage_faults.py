@@ -323,14 +323,21 @@ def test_nodes_with_and_without_hard_links_share_a_run(folder: Path) -> None:
 
 
 def test_no_lock_is_relied_upon() -> None:
-    """Where flock does nothing, nothing is missed: only the doctor, which tries it, knows of it."""
-    for path in Path(slurm_rl.__file__).parent.rglob("*.py"):
+    """Where flock does nothing, nothing of the run is missed.
+
+    The doctor knows of it, which tries it; and the copies of weights on a node's own disk, which lie
+    outside the run directory: there a lock keeps one that is served from being deleted, so that at
+    worst a server fails to load, and its attempt is tried again. What is served is decided by digests.
+    """
+    package = Path(slurm_rl.__file__).parent
+    may_lock = {package / "storage" / "probe.py", package / "rollout" / "staging.py"}
+    for path in package.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 names = [node.module or ""]
             locks = {name for name in names if name.split(".")[0] in ("fcntl", "filelock")}
-            assert not locks or path.name == "probe.py", f"{path} imports {locks}"
+            assert not locks or path in may_lock, f"{path} imports {locks}"
 
 
 @pytest.mark.parametrize("shards", [1, 2])

@@ -59,6 +59,7 @@ def test_kills_at_any_time_leave_the_same_history(
     toy_run: ToyRun, undisturbed: dict[str, str]
 ) -> None:
     watcher = toy_run.start("submit", str(toy_run.config), "--wait", TOY_SECOND="0.1")
+    wait_until(lambda: (toy_run.root / "run.json").exists())
     num_killed = 0
     for delay_s in (1.0, 3.5, 4.0):
         time.sleep(delay_s)
