@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -61,7 +62,7 @@ def megatron_imports() -> Iterator[None]:
     Quickly: without garbage collection, a fifth of the time. Quietly: the warnings are of
     packages that Megatron would like to have (TransformerEngine, Apex).
     """
-    enabled = gc.isenabled()
+    enabled, is_first = gc.isenabled(), "megatron.core" not in sys.modules
     gc.disable()
     try:
         with warnings.catch_warnings(), stand_ins():
@@ -70,7 +71,8 @@ def megatron_imports() -> Iterator[None]:
                 _replace_random_state()
             yield
     finally:
-        gc.freeze()
+        if is_first:  # later, a trainer that is to be collected might be among the frozen
+            gc.freeze()
         if enabled:
             gc.enable()
 

@@ -288,6 +288,10 @@ class Trainer:
         """Wait for the other ranks and part; the trainer cannot be used afterwards."""
         with _megatron():
             dist.barrier()
+            # Circles through autograd's own nodes, which no collector sees: with them the model
+            # would stay for the life of the process, and the threads of all its groups.
+            self._engine.model.grad_accs.clear()
+            self._config.grad_scale_func = None
             distributed.leave()
 
     def _reference_logprobs(

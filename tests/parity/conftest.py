@@ -1,5 +1,6 @@
 """Tiny models made once, and trainers that are closed again."""
 
+import gc
 import sys
 from pathlib import Path
 
@@ -27,6 +28,13 @@ def made_models(tmp_path_factory):
         return known[key]
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def collected():
+    """A trainer lies in circles; until they are collected its groups keep fifty threads."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture

@@ -1,18 +1,11 @@
-"""What the tests here share: tiny models, made-up rollouts, orders; no pytest.
-
-Also run as a program, once per rank, by tests of several ranks:
-
-    RANK=0 WORLD_SIZE=2 python trains.py <orders.json>
-
-which trains the given iterations one after the other in this process.
-"""
+"""What the tests here share: tiny models, made-up rollouts, orders, ranks; no pytest."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,6 +30,10 @@ TINY = {
     # Large enough that the logits differ from token to token.
     "initializer_range": 0.2,
 }
+
+#: Ranks are forked from a process that has imported what they need.
+_RANKS = multiprocessing.get_context("forkserver")
+_RANKS.set_forkserver_preload(["preload"])
 
 
 def tiny_settings(
@@ -192,24 +189,21 @@ def train_in_ranks(
     name_of_first = f"{name}-{before.content['weights']['version']}"
     first = train_order(root, before, name_of_first, reference=reference)
     first = dataclasses.replace(first, earlier_attempts=list(earlier))
-    plan = root / f"{name}.json"
-    facts = {"name": name, "iterations": iterations, "die_before": die_before}
-    plan.write_text(json.dumps(facts))
     (Path(first.attempt_dir) / "order.json").write_bytes(dump_record(first))
+    plan = {"name": name, "iterations": iterations, "die_before": die_before}
+    logs = [root / f"{name}.rank-{rank}.log" for rank in range(num)]
     processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(plan), f"{first.attempt_dir}/order.json"],
-            env=os.environ
-            | {"RANK": str(rank), "WORLD_SIZE": str(num), "LOCAL_RANK": str(rank)}
-            | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        _RANKS.Process(target=_be_rank, args=(rank, num, logs[rank], plan, first.attempt_dir))
         for rank in range(num)
     ]
-    outputs = [process.communicate(timeout=110)[0] for process in processes]
-    codes = [process.returncode for process in processes]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=110)
+        process.kill()  # one that still runs: its exit code says so
+        process.join()
+    codes = [process.exitcode for process in processes]
+    outputs = [log.read_text() for log in logs]
     if die_before is not None:
         assert codes == [9] * num, "\n".join(outputs)
         return []
@@ -241,16 +235,20 @@ def _die_before(step: int) -> None:
     step_module.run_microbatches = run
 
 
-def _main(plan_path: str, order_path: str) -> None:
+def _be_rank(rank: int, num: int, log: Path, plan: dict[str, Any], attempt_dir: str) -> None:
+    """A process of its own: train `plan["iterations"]` iterations from an order, and end."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num), "LOCAL_RANK": str(rank)}
+    with log.open("wb") as output:
+        os.dup2(output.fileno(), sys.stdout.fileno())
+        os.dup2(output.fileno(), sys.stderr.fileno())
     from slurm_rl.stages.train import open_trainer, train_iteration
 
-    plan = json.loads(Path(plan_path).read_text())
-    order = parse_order(Path(order_path).read_bytes())
+    order = parse_order((Path(attempt_dir) / "order.json").read_bytes())
     settings = Settings.model_validate_json(Path(order.settings_path).read_bytes())
     trainer = open_trainer(order, settings)
     import torch.distributed as dist
 
-    if plan.get("die_before") is not None:
+    if plan["die_before"] is not None:
         _die_before(plan["die_before"])
     for _ in range(plan["iterations"]):
         results = [train_iteration(trainer, order)]
@@ -269,7 +267,3 @@ def _main(plan_path: str, order_path: str) -> None:
     trainer.close()
     sys.stdout.flush()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])
