@@ -176,7 +176,7 @@ def roll_out(
         metrics = RolloutMetrics()
         own = (index for index in outcome.close.decision.admitted if supply.is_own(index))
         entries = (supply.entries[index] for index in own)
-        seal_files(root, seal_groups(root, entries, metrics=metrics))
+        seal_files(root, seal_groups(root, entries, count=metrics.add))
     return outcome.close.cursor, metrics.num_samples
 
 

@@ -73,22 +73,6 @@ GPU_ARGUMENTS = {
     "skip_server_warmup": True,
     "mem_fraction_static": 0.7,
 }
-CPU_ARGUMENTS = {
-    "device": "cpu",
-    "attention_backend": "torch_native",
-    "sampling_backend": "pytorch",
-    "grammar_backend": "none",
-    "disable_cuda_graph": True,
-    "disable_overlap_schedule": True,
-    "skip_server_warmup": True,
-    "max_total_tokens": 8192,
-    "mem_fraction_static": 0.2,
-}
-CPU_ENVIRONMENT = {
-    "SGLANG_USE_CPU_ENGINE": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -196,6 +180,9 @@ def write_prompts(path: Path, options: argparse.Namespace) -> None:
 
 
 def make_settings(root: Path, options: argparse.Namespace, concurrency: int) -> Settings:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+    from toy.sglang_cpu import CPU_ARGUMENTS, CPU_ENVIRONMENT
+
     arguments = (CPU_ARGUMENTS if options.cpu else GPU_ARGUMENTS) | options.sglang
     python = os.environ.get("SLURM_RL_SGLANG_PYTHON", sys.executable)
     env = {"HF_HUB_OFFLINE": "1"} | (CPU_ENVIRONMENT if options.cpu else {})

@@ -11,6 +11,7 @@ are generated again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,19 @@ class Desk:
         stands = self.read()
         assert stands is not None
         return stands
+
+
+def find_desk(stage_dir: Path, key: str, *, committed: Iterable[str]) -> Desk:
+    """Where the shards agree: where those that have committed did, else where `key` says.
+
+    committed: digests of the decisions that they sealed by.
+    """
+    sealed_by = set(committed)
+    for path in sorted(stage_dir.glob("CLOSE-*.json")) if sealed_by else ():
+        stands = Desk(path).read()
+        if stands is not None and stands.decision.digest in sealed_by:
+            return Desk(path)
+    return desk_of(stage_dir, key)
 
 
 def desk_of(stage_dir: Path, key: str, *, fs: Fs = POSIX) -> Desk:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from slurm_rl.errors import ServiceDown
+from slurm_rl.rollout.journal import Entry, Journal
 from slurm_rl.rollout.rewards import Graded, Grader
 from slurm_rl.rollout.samples import Sample
 
@@ -76,13 +77,23 @@ def run_grading(
     grader: Grader,
     *,
     concurrency: int,
-    done: Callable[[str, Graded], None],
+    journal: Journal,
+    done: Callable[[Entry], None],
 ) -> None:
-    """As `grade_groups`, in an event loop of its own. A single error comes as itself."""
+    """As `grade_groups`, in an event loop of its own; each group is journalled, and `done` told of
+    it. A single error comes as itself."""
+
+    def keep(key: str, graded: Graded) -> None:
+        is_good = graded.outcome == "graded"
+        done(
+            journal.append(
+                key, graded.samples, outcome=graded.outcome, keep=is_good, reason=graded.why
+            )
+        )
 
     async def run() -> None:
         async with grader:
-            await grade_groups(items, grader, concurrency=concurrency, done=done)
+            await grade_groups(items, grader, concurrency=concurrency, done=keep)
 
     try:
         asyncio.run(run())

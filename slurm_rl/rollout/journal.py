@@ -1,7 +1,6 @@
 """The journal of a rollout attempt: one line a finished group, so that a kill loses little.
 
-Owns `journal.jsonl` in the attempt directory. Each line is (the tab is one, and in none of the
-parts)
+Owns `journal.jsonl` in the attempt directory. Each line is
 
     <digest> {"key": …, "group_index": …, "outcome": …, "keep": …, "reason": …}<tab>[samples]
 

@@ -22,6 +22,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from slurm_rl.errors import DataError
+from slurm_rl.storage.digest import digest_value
 
 Admission = Literal["cursor", "arrival"]
 
@@ -58,6 +59,11 @@ class Decision:
     num_taken: int
     num_dropped: int
     reasons: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """Shards that sealed by the same decision commit the same digest of it."""
+        return digest_value(self.as_dict())
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -25,7 +25,7 @@ from slurm_rl.rollout.engine import Engine
 from slurm_rl.rollout.filters import Filter
 from slurm_rl.rollout.grading import Grade, grade_open
 from slurm_rl.rollout.groups import PlannedGroup
-from slurm_rl.rollout.journal import Entry, Journal, JournalReader
+from slurm_rl.rollout.journal import Journal, JournalReader
 from slurm_rl.rollout.samples import Sample
 from slurm_rl.rollout.supply import Supply
 
@@ -163,13 +163,14 @@ class Pipeline:
             group.key, graded.samples, outcome=graded.outcome, keep=keep, reason=reason
         )
         self._num_made += 1
-        self._absorb([entry], floor)
+        if self._supply.absorb(entry) or self._is_late():
+            self._conclude(floor)
 
-    def _absorb(self, entries: Iterable[Entry], floor: _Floor) -> None:
-        if self._supply.absorb_all(entries) | self._is_late():
-            if self._settled() is not None:
-                floor.closed.set()
-            floor.tell()
+    def _conclude(self, floor: _Floor, *, asks: bool = False) -> None:
+        """See whether the batch can be closed now, and wake those who wait for news."""
+        if self._settled(asks=asks) is not None:
+            floor.closed.set()
+        floor.tell()
 
     # -- the others ---------------------------------------------------------------------------
 
@@ -181,13 +182,12 @@ class Pipeline:
             except TimeoutError:
                 pass
             self._look()
-            if self._settled(asks=True) is not None:
-                floor.closed.set()
-            floor.tell()
+            self._conclude(floor, asks=True)
 
     def _look(self) -> None:
         """Take in what others have journalled."""
-        self._supply.absorb_all(self._reader.poll(self._watch.attempts()))
+        for entry in self._reader.poll(self._watch.attempts()):
+            self._supply.absorb(entry)
 
     def _is_late(self) -> bool:
         limit_s = self._watch.close_after_s

@@ -9,29 +9,28 @@ What a crash leaves: files that nothing names; the next attempt seals anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from slurm_rl.errors import StorageError
 from slurm_rl.rollout.journal import Entry, read_group
-from slurm_rl.rollout.metrics import RolloutMetrics
 from slurm_rl.rollout.samples import Sample, write_samples
 from slurm_rl.storage.fs import POSIX, Fs
 
 #: Samples of one part: some hundred megabytes of long answers.
 PART_SAMPLES = 16_384
 
+Count = Callable[[list[Sample]], None]
 
-def seal_groups(
-    root: Path, entries: Iterable[Entry], *, metrics: RolloutMetrics, fs: Fs = POSIX
-) -> list[str]:
+
+def seal_groups(root: Path, entries: Iterable[Entry], *, count: Count, fs: Fs = POSIX) -> list[str]:
     """Write the samples of `entries` (sorted by group) below `root`; the names of the files.
 
-    Counts them in `metrics`. The caller fsyncs and digests. Raises StorageError for a group that
-    its journal does not hold any more as it was: the next attempt makes it again.
+    `count` is told of each group. The caller fsyncs and digests. Raises StorageError for a group
+    that its journal does not hold any more as it was: the next attempt makes it again.
     """
     names: list[str] = []
-    for number, part in enumerate(_cut(_read(entries, metrics))):
+    for number, part in enumerate(_cut(_read(entries, count))):
         folder = root if not number else root / f"part-{number:04d}"
         if number:
             fs.mkdir(folder)
@@ -40,12 +39,12 @@ def seal_groups(
     return names
 
 
-def _read(entries: Iterable[Entry], metrics: RolloutMetrics) -> Iterator[list[Sample]]:
+def _read(entries: Iterable[Entry], count: Count) -> Iterator[list[Sample]]:
     for entry in entries:
         group = read_group(entry)
         if group is None:
             raise StorageError(f"{entry.path}: group {entry.group_index} is gone from the journal")
-        metrics.add(group)
+        count(group)
         yield group
 
 

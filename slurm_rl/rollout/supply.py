@@ -174,10 +174,6 @@ class Supply:
         """Another word on a group that is done: it was graded after all, or could not be."""
         self.entries[entry.group_index] = entry
 
-    def absorb_all(self, entries: Iterable[Entry]) -> bool:
-        """As `absorb`, for each; whether any of them is news."""
-        return sum(self.absorb(entry) for entry in entries) > 0
-
     def give_back(self, group_index: int) -> None:
         """A group that was taken did not come to its end here."""
         self._under_way.discard(group_index)

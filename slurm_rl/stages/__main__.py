@@ -24,12 +24,12 @@ from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from pydantic import ValidationError
 
 from slurm_rl.config.schema import EVAL_PREFIX, Settings
 from slurm_rl.errors import ConfigError, SlurmRlError, SpaceError
+from slurm_rl.stages.rank import current_rank
 from slurm_rl.storage.claims import node_name
 from slurm_rl.storage.durable import publish, read_patiently, write_file
 from slurm_rl.types import Order, Result, canonical_json, dump_record, parse_order
@@ -124,11 +124,6 @@ def read_settings(path: Path) -> Settings:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"{path}: {where}: {first['msg']}") from error
-
-
-def current_rank(environment: Any) -> int:
-    """This process's rank: RANK (local launcher, torchrun), else srun's, else 0."""
-    return int(environment.get("RANK") or environment.get("SLURM_PROCID") or 0)
 
 
 def configure_logging(order: Order, *, rank: int) -> None:

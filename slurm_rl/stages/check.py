@@ -30,6 +30,7 @@ from slurm_rl.rollout.sandbox.runner import describe, find_isolation, is_needed
 from slurm_rl.rollout.server_process import ask_interpreter
 from slurm_rl.rollout.services import ask_health, read_address
 from slurm_rl.rollout.turns import tool_schemas
+from slurm_rl.stages.rank import current_rank
 from slurm_rl.storage.durable import write_hint
 from slurm_rl.storage.probe import Finding
 from slurm_rl.train.distributed import World, join, leave, reachable_address, read_world
@@ -336,7 +337,7 @@ def _bad(name: str, found: str, fix: str = "") -> Finding:
 
 def _write(order: Order, found: list[Finding], *, next_check: str = "") -> None:
     """Say what is known so far, and what is looked at now: that may never end."""
-    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+    rank = current_rank(os.environ)
     value: dict[str, Any] = {
         "rank": rank,
         "host": socket.gethostname(),

@@ -30,17 +30,17 @@ from slurm_rl.rollout.ledger import Ledger, plan_rule
 from slurm_rl.rollout.metrics import RolloutMetrics
 from slurm_rl.rollout.passrate import PassRate
 from slurm_rl.rollout.pipeline import Pipeline, Watch
-from slurm_rl.rollout.rewards import Graded, Grader
+from slurm_rl.rollout.rewards import Grader
+from slurm_rl.rollout.samples import Sample
 from slurm_rl.rollout.sealing import seal_groups
 from slurm_rl.rollout.supply import Supply
 from slurm_rl.stages.serving import (
     Floor,
-    dismiss_followers,
     find_context_len,
     follow,
     read_model,
     read_versions,
-    serve_and_run,
+    run_pipeline,
 )
 from slurm_rl.storage.durable import seal_files
 from slurm_rl.types import JOURNAL_NAME, Order, Result
@@ -75,9 +75,9 @@ def run_eval(order: Order, settings: Settings, *, engine: Engine | None = None) 
         supply = _open_supply(rows, planner, data.num_rows, settings=settings, name=name)
         pipeline = Pipeline(supply, Watch(attempts=lambda: _journals(order)))
         floor = Floor(order, settings, tokenizer, {name: chosen})
-        close, numbers = _answer(pipeline, floor, engine)
+        outcome, numbers = run_pipeline(floor, pipeline, engine=engine)
         _grade_rest(supply, order, settings, chosen)
-        result = _seal(supply, close, order=order, name=name, pass_k=chosen.pass_k)
+        result = _seal(supply, outcome.close, order=order, name=name, pass_k=chosen.pass_k)
     numbers |= {"perf/eval_time": time.monotonic() - began}
     content = {
         "weights": {"version": weights.version, "digest": weights.digest},
@@ -85,18 +85,6 @@ def run_eval(order: Order, settings: Settings, *, engine: Engine | None = None) 
         "eval": chosen.model_dump(exclude=_JOB),
     }
     return replace(result, content=result.content | content, metrics=result.metrics | numbers)
-
-
-def _answer(
-    pipeline: Pipeline, floor: Floor, engine: Engine | None
-) -> tuple[Close, dict[str, float]]:
-    """Every row's group, generated unless the journals hold it; and numbers about that."""
-    close = pipeline.settle()
-    if close is not None:
-        dismiss_followers(floor.order, floor.settings)
-        return close, {}
-    outcome, numbers = serve_and_run(floor, pipeline, engine=engine)
-    return outcome.close, numbers
 
 
 def _open_supply(
@@ -186,16 +174,10 @@ def _grade_rest(supply: Supply, order: Order, settings: Settings, chosen: EvalSe
     path = Path(order.attempt_dir) / "graded" / JOURNAL_NAME
     path.parent.mkdir()
     with Journal(path) as journal:
-
-        def keep(key: str, graded: Graded) -> None:
-            entry = journal.append(
-                key, graded.samples, outcome=graded.outcome, keep=graded.outcome == "graded"
-            )
-            supply.put(entry)
-
         items = ((entry.key, read_group(entry) or []) for entry in left)
         grader = Grader(settings, overrides=chosen)
-        run_grading(items, grader, concurrency=settings.score.concurrency, done=keep)
+        concurrency = settings.score.concurrency
+        run_grading(items, grader, concurrency=concurrency, journal=journal, done=supply.put)
 
 
 def _seal(supply: Supply, close: Close, *, order: Order, name: str, pass_k: list[int]) -> Result:
@@ -210,9 +192,12 @@ def _seal(supply: Supply, close: Close, *, order: Order, name: str, pass_k: list
             hint="mend the reward; the log says what it raised",
         )
     rates = PassRate(pass_k)
-    for entry in entries:
-        rates.add(read_group(entry) or [])
-    files = seal_files(root, seal_groups(root, entries, metrics=metrics))
+
+    def count(group: list[Sample]) -> None:
+        metrics.add(group)
+        rates.add(group)
+
+    files = seal_files(root, seal_groups(root, entries, count=count))
     found = {
         key.replace("rollout/", f"eval/{name}/", 1): value for key, value in metrics.fold().items()
     }

@@ -11,7 +11,6 @@ stage was killed, whatever the journals held, and whichever shard made which gro
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from typing import Any
 from slurm_rl.config.derive import admission, data_overrides, is_graded_later
 from slurm_rl.config.schema import Settings
 from slurm_rl.rollout.carry import PARTIAL_NAME, Carried, read_carried, write_carried
-from slurm_rl.rollout.closing import Close, Desk, desk_of
+from slurm_rl.rollout.closing import Close, find_desk
 from slurm_rl.rollout.data import Visit, open_stream, resolve
 from slurm_rl.rollout.engine import Engine, Weights
 from slurm_rl.rollout.filters import make_filter
@@ -36,17 +35,17 @@ from slurm_rl.rollout.sealing import seal_groups
 from slurm_rl.rollout.supply import Supply
 from slurm_rl.stages.serving import (
     Floor,
-    dismiss_followers,
     find_context_len,
     follow,
     read_model,
     read_versions,
-    serve_and_run,
+    run_pipeline,
 )
+from slurm_rl.storage.commits import read_commit
 from slurm_rl.storage.damage import check_inputs
-from slurm_rl.storage.digest import digest_value
-from slurm_rl.storage.durable import read_published, seal_files
-from slurm_rl.types import Order, Result
+from slurm_rl.storage.durable import seal_files
+from slurm_rl.storage.rundir import RunDir
+from slurm_rl.types import Order, Result, Slot
 
 log = logging.getLogger(__name__)
 
@@ -75,17 +74,9 @@ def run_rollout(order: Order, settings: Settings, *, engine: Engine | None = Non
     if follow(order, settings):
         return Result(files=[])
     with open_rollout(order, settings) as opened:
-        close = opened.pipeline.settle()
-        outcome = Outcome(close) if close is not None else None
-        numbers: dict[str, float] = {}
-        if outcome is None:
-            floor = Floor(order, settings, opened.tokenizer)
-            outcome, numbers = serve_and_run(
-                floor, opened.pipeline, engine=engine, is_graded=not is_graded_later(settings)
-            )
-        else:
-            log.info("the journals hold the whole batch; no engine is started")
-            dismiss_followers(order, settings)
+        floor = Floor(order, settings, opened.tokenizer)
+        is_graded = not is_graded_later(settings)
+        outcome, numbers = run_pipeline(floor, opened.pipeline, engine=engine, is_graded=is_graded)
         return seal(opened, outcome, order=order, settings=settings, numbers=numbers)
 
 
@@ -174,23 +165,21 @@ def plan_watch(order: Order, settings: Settings, *, key: str) -> Watch:
         yield from earlier
         yield from (path for path in sorted(stage.glob(pattern)) if path not in (own, *earlier))
 
+    desk = None if is_alone else find_desk(stage, key, committed=_read_decisions(order))
     return Watch(
         attempts=attempts,
-        desk=None if is_alone else find_desk(stage, key),
+        desk=desk,
         close_after_s=settings.rollout.close_after_s,
     )
 
 
-def find_desk(stage: Path, key: str) -> Desk:
-    """Where the shards agree: where those that have committed did, else where `key` says."""
-    for commit in sorted(stage.glob("shard-*/COMMIT")):
-        data = read_published(commit)
-        closed = json.loads(data)["content"].get("decision") if data is not None else None
-        for path in sorted(stage.glob("CLOSE-*.json")) if closed else ():
-            stands = Desk(path).read()
-            if stands is not None and digest_value(stands.decision.as_dict()) == closed:
-                return Desk(path)
-    return desk_of(stage, key)
+def _read_decisions(order: Order) -> Iterator[str]:
+    """Digests of the decisions by which shards of this stage have sealed and committed."""
+    run = RunDir(Path(order.run_dir))
+    for shard in range(order.num_shards):
+        commit = read_commit(run, Slot(order.iteration, order.kind, order.timeline, shard))
+        if commit is not None and "decision" in commit.content:
+            yield commit.content["decision"]
 
 
 def seal(
@@ -203,7 +192,7 @@ def seal(
     admitted = filter(supply.is_own, sorted(close.decision.admitted))
     # One that had to be made again, and whose reward failed, is not there.
     own = [supply.entries[index] for index in admitted if index in supply.entries]
-    names = seal_groups(root, own, metrics=metrics)
+    names = seal_groups(root, own, count=metrics.add)
     names += write_carried(root, _carried(opened, outcome, settings))
     files = seal_files(root, names)
     ended = time.monotonic()
@@ -237,7 +226,7 @@ def _content(opened: Opened, close: Close, settings: Settings) -> dict[str, Any]
         "carried": decision.carried,
         "dropped": decision.reasons,
         # Shards of different decisions must not be put together.
-        "decision": digest_value(decision.as_dict()),
+        "decision": decision.digest,
     }
 
 

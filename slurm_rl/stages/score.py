@@ -27,7 +27,7 @@ from slurm_rl.rollout.grading import run_grading
 from slurm_rl.rollout.journal import Entry, Journal, JournalReader, read_group
 from slurm_rl.rollout.listing import Listing, open_listing
 from slurm_rl.rollout.metrics import RolloutMetrics
-from slurm_rl.rollout.rewards import Graded, Grader
+from slurm_rl.rollout.rewards import Grader
 from slurm_rl.rollout.samples import LINES_NAME, TENSORS_NAME, Sample
 from slurm_rl.rollout.scores import Score, write_scores
 from slurm_rl.rollout.sglang import SglangEngine, SglangOptions
@@ -59,18 +59,16 @@ def run_score(order: Order, settings: Settings) -> Result:
     ]
     with Journal(Path(order.attempt_dir) / JOURNAL_NAME) as journal:
 
-        def keep(key: str, graded: Graded) -> None:
-            is_good = graded.outcome == "graded"
-            entries[key] = journal.append(
-                key, graded.samples, outcome=graded.outcome, keep=is_good, reason=graded.why
-            )
+        def put(entry: Entry) -> None:
+            entries[entry.key] = entry
 
         if todo:
             log.info("grades %d groups", len(todo))
             with serving_model(order, settings) as url:
                 items = ((key, [listing.sample(i) for i in range(*span)]) for key, span in todo)
                 grader = Grader(settings, score_url=url)
-                run_grading(items, grader, concurrency=settings.score.concurrency, done=keep)
+                concurrency = settings.score.concurrency
+                run_grading(items, grader, concurrency=concurrency, journal=journal, done=put)
     account = _Account(listing, keys, entries, RolloutMetrics())
     return _seal(order, account, began=began, num_graded=len(todo))
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -31,12 +32,15 @@ from slurm_rl.rollout.single_turn import SingleTurn
 from slurm_rl.rollout.turns import make_generate
 from slurm_rl.rollout.weights import check_probe, describe_weights, hold_weights, weight_entries
 from slurm_rl.seeds import derive_seed
+from slurm_rl.stages.rank import current_rank
 from slurm_rl.storage.damage import check_inputs
 from slurm_rl.storage.durable import write_hint
 from slurm_rl.types import JOURNAL_NAME, Order
 
 if TYPE_CHECKING:
     from slurm_rl.rollout.sglang import SglangOptions
+
+log = logging.getLogger(__name__)
 
 #: What decides samples besides the weights, as far as it is installed beside this program.
 _LIBRARIES = ("transformers", "tokenizers", "torch", "sglang")
@@ -52,18 +56,24 @@ class Floor:
     overrides: dict[str, Overrides] | None = None
 
 
-def serve_and_run(
+def run_pipeline(
     floor: Floor,
     pipeline: Pipeline,
     *,
     engine: Engine | None = None,
     is_graded: bool = True,
 ) -> tuple[Outcome, dict[str, float]]:
-    """Run `pipeline` on an engine that has shown that it serves the weights; numbers about both.
+    """What `pipeline` comes to, and numbers about it: from the journals alone if they hold the
+    whole batch, else on an engine that has shown that it serves the weights.
 
     engine: one that is running already, and is left running. is_graded: False leaves all rewards
     to the score stage.
     """
+    close = pipeline.settle()
+    if close is not None:
+        log.info("the journals hold the whole batch; no engine is started")
+        _dismiss_followers(floor.order, floor.settings)
+        return Outcome(close), {}
     began = time.monotonic()
     with serving(floor, engine) as (ready, weights):
         started = time.monotonic()
@@ -120,13 +130,7 @@ def serving(floor: Floor, engine: Engine | None) -> Iterator[tuple[Engine, Weigh
 
     Raises CorruptError if a file of the weights is not what was committed.
     """
-    order, rollout = floor.order, floor.settings.rollout
-    with hold_weights(
-        order.input("weights"),
-        run_id=order.run_id,
-        folder=rollout.stage_weights,
-        limit_gb=rollout.stage_weights_gb,
-    ) as weights:
+    with _hold(floor.order, floor.settings) as weights:
         if engine is not None:
             engine.load_weights(weights)
             yield engine, weights
@@ -137,6 +141,16 @@ def serving(floor: Floor, engine: Engine | None) -> Iterator[tuple[Engine, Weigh
             yield engine, weights
         finally:
             engine.stop()
+
+
+def _hold(order: Order, settings: Settings) -> AbstractContextManager[Weights]:
+    """The order's weights, verified, and on this node if that is asked for."""
+    return hold_weights(
+        order.input("weights"),
+        run_id=order.run_id,
+        folder=settings.rollout.stage_weights,
+        limit_gb=settings.rollout.stage_weights_gb,
+    )
 
 
 def make_engine(floor: Floor) -> Engine:
@@ -176,23 +190,17 @@ def follow(order: Order, settings: Settings) -> bool:
 
     False at once for the first rank, which serves, and where there is but one.
     """
-    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
-    rollout = settings.rollout
-    if rollout.engine_nodes == 1 or rank == 0:
+    rank = current_rank(os.environ)
+    if settings.rollout.engine_nodes == 1 or rank == 0:
         return False
     from slurm_rl.rollout.sglang.nodes import serve_follower
 
-    with hold_weights(
-        order.input("weights"),
-        run_id=order.run_id,
-        folder=rollout.stage_weights,
-        limit_gb=rollout.stage_weights_gb,
-    ) as weights:
+    with _hold(order, settings) as weights:
         serve_follower(plan_server(order, settings), weights, rank=rank)
     return True
 
 
-def dismiss_followers(order: Order, settings: Settings) -> None:
+def _dismiss_followers(order: Order, settings: Settings) -> None:
     """No engine is needed after all: the other nodes, which wait for one, may leave."""
     if settings.rollout.engine_nodes > 1:
         from slurm_rl.rollout.sglang.nodes import done_path

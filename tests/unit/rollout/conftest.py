@@ -2,6 +2,8 @@
 
 import json
 import os
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -125,3 +127,21 @@ def make_order(tmp_path: Path, tiny_model: Path):  # type: ignore[no-untyped-def
         return Order(**(values | changes))  # type: ignore[arg-type]
 
     return make
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Iterator[Callable[[str], str]]:
+    """Writes a module of the user's and puts it on the path, as the stage's entry does; its name."""
+    written: list[str] = []
+
+    def write(text: str) -> str:
+        name = f"mycode_{tmp_path.name}_{len(written)}".replace("-", "_")
+        (tmp_path / f"{name}.py").write_text(text)
+        written.append(name)
+        return name
+
+    sys.path.insert(0, str(tmp_path))
+    yield write
+    sys.path.remove(str(tmp_path))
+    for name in written:
+        sys.modules.pop(name, None)

@@ -14,10 +14,12 @@ from toy.rollouts import Numbers, Shard, Slow, Text, by_length
 
 from slurm_rl.errors import DataError, EngineError, RewardError
 from slurm_rl.rollout.carry import read_carried, write_carried
+from slurm_rl.rollout.closing import Close, desk_of, find_desk
 from slurm_rl.rollout.engine import Weights
 from slurm_rl.rollout.filters import keep_nonzero_std
 from slurm_rl.rollout.groups import Finisher
 from slurm_rl.rollout.journal import parse_head, parse_samples, render_line
+from slurm_rl.rollout.ledger import Decision
 from slurm_rl.rollout.single_turn import SingleTurn
 from slurm_rl.types import JOURNAL_NAME
 
@@ -353,3 +355,15 @@ def test_an_answer_that_says_aborted_by_itself_is_an_error(folder, plain):
 
     with pytest.raises(EngineError, match="nothing was aborted"):
         asyncio.run(Shard(folder(), plain, engine=Odd(seed=0)).run())
+
+
+def test_a_shard_agrees_with_those_that_have_committed(tmp_path):
+    """Its own settings or code may have been mended since, and its groups have other keys."""
+    theirs = desk_of(tmp_path, "xxh3:" + "a" * 32)
+    close = theirs.publish(Close(Decision([1, 2], [3], 3, 0), {"visits": 3}))
+    ours = "xxh3:" + "b" * 32
+    assert find_desk(tmp_path, ours, committed=[]) == desk_of(tmp_path, ours)
+    assert find_desk(tmp_path, ours, committed=[close.decision.digest]) == theirs
+    assert find_desk(
+        tmp_path, ours, committed=[Decision([1], [], 1, 0).digest]
+    ).path.name.startswith("CLOSE-bbbb")

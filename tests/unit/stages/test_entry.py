@@ -15,7 +15,8 @@ import pytest
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import ConfigError, ServiceDown
 from slurm_rl.launch.results import read_failure as read_words
-from slurm_rl.stages.__main__ import _leave_failure, check_versions, current_rank
+from slurm_rl.stages.__main__ import _leave_failure, check_versions
+from slurm_rl.stages.rank import current_rank
 from slurm_rl.storage.fs import POSIX
 from slurm_rl.types import Order, dump_record, parse_order, parse_result
 

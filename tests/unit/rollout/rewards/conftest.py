@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -29,24 +27,6 @@ def make_sample(response: str = "", label: object = "", **changes: Any) -> Sampl
 @pytest.fixture(name="sample")
 def sample_maker() -> Make:
     return make_sample
-
-
-@pytest.fixture
-def code(tmp_path: Path) -> Iterator[Callable[[str], str]]:
-    """Writes a module of the user's and puts it on the path, as the stage's entry does."""
-    written: list[str] = []
-
-    def write(text: str) -> str:
-        name = f"mycode_{tmp_path.name}_{len(written)}".replace("-", "_")
-        (tmp_path / f"{name}.py").write_text(text)
-        written.append(name)
-        return name
-
-    sys.path.insert(0, str(tmp_path))
-    yield write
-    sys.path.remove(str(tmp_path))
-    for name in written:
-        sys.modules.pop(name, None)
 
 
 @pytest.fixture

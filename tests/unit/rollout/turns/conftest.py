@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import string
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -168,21 +166,3 @@ def turn_settings(make_settings: Callable[..., Settings]) -> Callable[..., Setti
         return make_settings(**{"apply_chat_template": True, "max_turns": 4} | rollout)
 
     return make
-
-
-@pytest.fixture
-def code(tmp_path: Path) -> Iterator[Callable[[str], str]]:
-    """Writes a module of the user's and puts it on the path; gives its name."""
-    written: list[str] = []
-
-    def write(text: str) -> str:
-        name = f"turncode_{tmp_path.name}_{len(written)}".replace("-", "_")
-        (tmp_path / f"{name}.py").write_text(text)
-        written.append(name)
-        return name
-
-    sys.path.insert(0, str(tmp_path))
-    yield write
-    sys.path.remove(str(tmp_path))
-    for name in written:
-        sys.modules.pop(name, None)

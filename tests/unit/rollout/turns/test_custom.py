@@ -175,7 +175,7 @@ def changed(line: str) -> str:
         ("return None", "a NoneType, which is no sample"),
         ("return 3", "a int, which is no sample"),
         ("return []", "no samples"),
-        ("raise KeyError('gone')", r"raised KeyError: 'gone' at .*turncode.*\.py:\d+"),
+        ("raise KeyError('gone')", r"raised KeyError: 'gone' at .*mycode.*\.py:\d+"),
         ("raise SystemExit", "raised SystemExit"),
         ("await args.session.generate([])", "session.generate was given no tokens"),
     ],
