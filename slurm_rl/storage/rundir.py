@@ -7,6 +7,7 @@ are copies for people and stage programs, made again when they are missing.
 
 from __future__ import annotations
 
+import functools
 import json
 import secrets
 from dataclasses import dataclass, field
@@ -43,20 +44,25 @@ class RunDir:
         return self.root / "scheduler"
 
     def iteration_dir(self, iteration: int) -> Path:
-        return self.root / "iterations" / f"{iteration:06d}"
+        return self.root / f"iterations/{iteration:06d}"
 
     def logs_dir(self, iteration: int) -> Path:
         return self.iteration_dir(iteration) / "logs"
 
     def stage_dir(self, iteration: int, kind: str, timeline: int) -> Path:
-        return self.iteration_dir(iteration) / f"{kind}.t{timeline}"
+        return _slot_dir(self.root, Slot(iteration, kind, timeline))
 
     def slot_dir(self, slot: Slot) -> Path:
-        stage = self.stage_dir(slot.iteration, slot.kind, slot.timeline)
-        return stage if slot.shard is None else stage / f"shard-{slot.shard:04d}"
+        return _slot_dir(self.root, slot)
 
     def code_dir(self, digest: str) -> Path:
         return self.root / "code" / (digest.partition(":")[2][:16] or "none")
+
+
+@functools.lru_cache(maxsize=4096)  # an observation asks for each a dozen times
+def _slot_dir(root: Path, slot: Slot) -> Path:
+    shard = "" if slot.shard is None else f"/shard-{slot.shard:04d}"
+    return root / f"iterations/{slot.iteration:06d}/{slot.kind}.t{slot.timeline}{shard}"
 
 
 @dataclass(frozen=True, slots=True)
