@@ -93,7 +93,7 @@ async def judge(means: Means, args: Any, sample: Sample) -> float:
             return float(options["unreadable"])
         raise RewardError(
             f"judge: no number by {pattern!r} in its answer {said[-80:]!r}",
-            hint="mend reward_options.template or pattern, or set unreadable",
+            hint="mend `template` or `pattern` in the options of rewards, or set `unreadable` there",
         ) from None
 
 

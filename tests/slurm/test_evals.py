@@ -1,0 +1,91 @@
+"""Score stages, evaluations and an outage on a real Slurm, with toy stages."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from slurm.cluster import Cluster, wait_for
+from toy.commands import ToyRun
+from toy.program import set_service
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+DUE = [f"i000{version}.eval-{name}" for version in (0, 2) for name in ("judged", "plain")]
+
+
+@pytest.fixture
+def scored(cluster: Cluster, tmp_path: Path) -> ToyRun:
+    """Both ends evaluated by `judged`, which asks a service, and by `plain`; scores are jobs."""
+    for folder in (tmp_path, tmp_path.parent):
+        folder.chmod(0o755)
+    run = ToyRun(tmp_path)
+    data = {"prompt_data": str(run.folder / "prompts.jsonl")}
+    run.write(
+        launcher="slurm",
+        num_rollout=2,
+        host_python=sys.executable,
+        slurm={"partition": "low", "time": "00:05:00", "cpus_per_task": 1},
+        env={"TOY_SECOND": "0.5"},
+        score={"enabled": True, "poll_s": 0.5},
+        eval={"judged": data, "plain": data},
+    )
+    return run
+
+
+def states(run: ToyRun) -> dict[str, str]:
+    told = run.command("eval", str(run.root), "--json")
+    assert told.returncode == 0, told.stderr
+    return {row["ref"]: row["state"] for row in json.loads(told.stdout)}
+
+
+def jobs(cluster: Cluster) -> list[str]:
+    return cluster.call("squeue", "-h", "-o", "%j").split()
+
+
+def deferred(run: ToyRun) -> list[Path]:
+    ends = run.root.glob("iterations/*/*/a*/ended.json")
+    return [path for path in ends if b"deferred" in path.read_bytes()]
+
+
+def test_an_outage_delays_a_run_and_changes_nothing(
+    cluster: Cluster, scored: ToyRun, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    local = ToyRun(tmp_path_factory.mktemp("local"))
+    data = {"prompt_data": str(local.folder / "prompts.jsonl")}
+    local.write(num_rollout=2, score={"enabled": True}, eval={"judged": data, "plain": data})
+    assert local.command("submit", str(local.config), "--wait").returncode == 0
+
+    assert scored.command("submit", str(scored.config)).returncode == 0
+    set_service(scored.root, is_down=True)
+    wait_for(lambda: deferred(scored), what="a deferred stage", timeout_s=90)
+    explained = scored.command("explain", str(scored.root)).stdout
+    assert "waits for service judge (down since" in explained, explained
+    set_service(scored.root, is_down=False)
+    done = scored.command("watch", str(scored.root))
+    assert done.returncode == 0, done.stderr
+    assert states(scored) == dict.fromkeys(DUE, "done")
+    assert scored.digests() == local.digests()
+    wait_for(lambda: not jobs(cluster), what="an empty queue", timeout_s=60)
+    assert scored.command("verify", str(scored.root)).returncode == 0
+
+
+def test_a_job_that_evaluates_is_killed_and_does_it_again(cluster: Cluster, scored: ToyRun) -> None:
+    assert scored.command("submit", str(scored.config)).returncode == 0
+    evaluation = scored.root / "iterations" / "000000" / "eval-plain.t0"
+    wait_for(lambda: list(evaluation.glob("claim.*")), what="a claimed evaluation", timeout_s=90)
+    listed = cluster.call("squeue", "-h", "-t", "R", "-o", "%i %j").splitlines()
+    running = [line.split()[0] for line in listed if ".i0000.eval-plain" in line]
+    for job in running:
+        cluster.call("scancel", "--signal=KILL", "--full", job)
+    done = scored.command("watch", str(scored.root))
+    assert done.returncode == 0, done.stderr
+    assert states(scored) == dict.fromkeys(DUE, "done")
+    assert running, "it ended before it could be killed"
+
+    later = scored.command("eval", str(scored.root), "--version", "1", "--set", "plain")
+    assert later.returncode == 0 and "i0001.eval-plain: job" in later.stdout, later.stderr
+    wait_for(lambda: states(scored).get("i0001.eval-plain") == "done", what="its result")
+    wait_for(lambda: not jobs(cluster), what="an empty queue", timeout_s=60)
