@@ -8,78 +8,20 @@ no server. The samples are those of one undisturbed shard.
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from toy.orders import weights_input
-from toy.sglang_cpu import CPU_ARGUMENTS, CPU_ENVIRONMENT
+from toy.stage_jobs import NUM_PROMPTS, NUM_SAMPLES, Stage, finish, make_settings, read_batch
 
 from slurm_rl.config.schema import Settings
-from slurm_rl.rollout.samples import SampleBatch, read_samples
 from slurm_rl.storage.commits import assemble
-from slurm_rl.storage.durable import write_file
-from slurm_rl.types import JOURNAL_NAME, Commit, Order, Result, dump_record, parse_result
+from slurm_rl.types import JOURNAL_NAME, Commit
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(580)]
-
-NUM_PROMPTS, NUM_SAMPLES = 24, 3
-
-
-class Stage:
-    """A rollout stage in a directory of its own."""
-
-    def __init__(self, root: Path, settings: Settings, weights: Path, *, num_shards: int) -> None:
-        self.root = root
-        self.num_shards = num_shards
-        root.mkdir()
-        self._settings_path = root / "resolved.json"
-        self._settings_path.write_text(settings.model_dump_json())
-        self._weights = weights_input(weights, root / "init")
-
-    def start(self, shard: int, *, attempt: int, earlier: list[Path] | None = None):  # type: ignore[no-untyped-def]
-        """Start a shard's program; its folder and its process."""
-        slot = self.root / "rollout.t0"
-        if self.num_shards > 1:
-            slot = slot / f"shard-{shard:04d}"
-        folder = slot / f"a{attempt:04d}-{shard}"
-        folder.mkdir(parents=True)
-        order = Order(
-            run_dir=str(self.root),
-            run_id="run",
-            kind="rollout",
-            iteration=0,
-            timeline=0,
-            attempt_dir=str(folder),
-            settings_path=str(self._settings_path),
-            code_dir="",
-            inputs={"weights": self._weights},
-            shard=shard,
-            num_shards=self.num_shards,
-            earlier_attempts=[str(path) for path in earlier or []],
-        )
-        write_file(folder / "order.json", dump_record(order))
-        with open(folder / "rank-0.log", "wb") as log:
-            command = [sys.executable, "-m", "slurm_rl.stages", str(folder / "order.json")]
-            process = subprocess.Popen(
-                command, stdout=log, stderr=log, env={**os.environ, "RANK": "0"}
-            )
-        return folder, process
-
-
-def finish(folder: Path, process: subprocess.Popen[bytes]) -> Result:
-    assert process.wait(timeout=500) == 0, (folder / "rank-0.log").read_text()[-3000:]
-    return parse_result((folder / "result.json").read_bytes())
-
-
-def read_batch(*folders: Path) -> SampleBatch:
-    return read_samples([folder / "samples.safetensors" for folder in folders])
 
 
 def wait_for_lines(folder: Path, num: int, *processes: subprocess.Popen[bytes]) -> None:
@@ -94,33 +36,8 @@ def wait_for_lines(folder: Path, num: int, *processes: subprocess.Popen[bytes]) 
 
 
 @pytest.fixture
-def settings(tmp_path, sglang_python) -> Settings:  # type: ignore[no-untyped-def]
-    prompts = tmp_path / "prompts.jsonl"
-    words = [chr(97 + i % 26) * (1 + i % 3) + "=" for i in range(NUM_PROMPTS)]
-    prompts.write_text("\n".join(json.dumps({"prompt": word, "label": word}) for word in words))
-    return Settings.model_validate(
-        {
-            "run": {"name": "run", "dir": str(tmp_path)},
-            "hf_checkpoint": "unused",
-            "num_rollout": 1,
-            "deterministic": True,
-            "launcher": "local",
-            "rollout": {
-                "prompt_data": str(prompts),
-                "label_key": "label",
-                "rollout_batch_size": NUM_PROMPTS,
-                "n_samples_per_prompt": NUM_SAMPLES,
-                "rollout_max_response_len": 48,
-                "rm_type": "prefix_match",
-                "concurrency": NUM_SAMPLES,
-                "sglang": {**CPU_ARGUMENTS, "enable_deterministic_inference": True},
-                "sglang_env": CPU_ENVIRONMENT,
-                "sglang_python": sglang_python,
-                "server_start_timeout_s": 400.0,
-            },
-            "train": {"global_batch_size": 24},
-        }
-    )
+def settings(tmp_path: Path, sglang_python: str) -> Settings:
+    return make_settings(tmp_path, sglang_python)
 
 
 def test_one_of_two_shards_is_killed_half_way(settings, all_weights, tmp_path) -> None:  # type: ignore[no-untyped-def]
