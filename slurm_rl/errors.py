@@ -24,9 +24,13 @@
     └── Halted               4    the run is halted: it says why and what to type
 
 A message is one line: what, where, the rule and the fix. A traceback is for `--debug`.
+
+Beside the tree stands Stopped, which is no error: a signal has told a stage's program to end.
 """
 
 from __future__ import annotations
+
+import signal
 
 
 class SlurmRlError(Exception):
@@ -125,3 +129,12 @@ class NothingDone(SlurmRlError):
 
 class Halted(SlurmRlError):
     exit_code = 4
+
+
+class Stopped(BaseException):
+    """A signal told us to stop. Not an Exception: nothing but the entry may swallow it, and what
+    calls code of the user's lets it through."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number

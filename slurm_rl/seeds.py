@@ -20,8 +20,21 @@ def derive_seed(seed: int, *path: int | str) -> int:
 
     31 bits, since that is what SGLang's `sampling_seed` and every generator accept.
     """
-    text = "/".join([str(seed), *(f"{type(p).__name__[0]}{p}" for p in path)])
-    return xxhash.xxh3_64_intdigest(text.encode()) & 0x7FFFFFFF
+    return xxhash.xxh3_64_intdigest(_render_path(seed, path)) & 0x7FFFFFFF
+
+
+def derive_seeds(seed: int, *path: int | str, num: int) -> tuple[int, ...]:
+    """`derive_seed(seed, *path, k)` for each k below `num`.
+
+    >>> derive_seeds(1, "x", num=2) == (derive_seed(1, "x", 0), derive_seed(1, "x", 1))
+    True
+    """
+    base = _render_path(seed, path)
+    return tuple([xxhash.xxh3_64_intdigest(b"%b/i%d" % (base, k)) & 0x7FFFFFFF for k in range(num)])
+
+
+def _render_path(seed: int, path: tuple[int | str, ...]) -> bytes:
+    return "/".join([str(seed), *(f"{type(p).__name__[0]}{p}" for p in path)]).encode()
 
 
 class Permutation:

@@ -5,7 +5,8 @@
 Everything but the engine is the product's: jsonl rows, shuffled visits, tokens, seeds, keys,
 rewards (exact_match), the journals that shards read of each other, the decision, and the sealed
 files. Memory is compared with a run over a tenth of the prompts: it must not grow with the data
-set. `--batch` cuts the prompts into iterations of that size instead of one.
+set. `--batch` cuts the prompts into iterations of that size instead of one. On a machine that does
+other things besides, the time of the processors says more than the clock.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from transformers import PreTrainedTokenizerFast
 
 from slurm_rl.config.derive import data_overrides
 from slurm_rl.config.schema import Settings
+from slurm_rl.rollout.collecting import rare_collections
 from slurm_rl.rollout.data import open_stream, resolve
 from slurm_rl.rollout.engine import Weights
-from slurm_rl.rollout.filters import make_filter
+from slurm_rl.rollout.filters import open_filter
 from slurm_rl.rollout.groups import Finisher, Planner
 from slurm_rl.rollout.instant import InstantEngine
 from slurm_rl.rollout.ledger import Ledger, plan_rule
@@ -45,6 +47,8 @@ from slurm_rl.storage.durable import seal_files
 from slurm_rl.types import JOURNAL_NAME, Order
 
 CHARACTERS = "0123456789+-=? abcdefghijklmnopqrstuvwxyz"
+#: As a model has one: it is why each shard must know the length of every prompt.
+CONTEXT_LEN = 32_768
 WEIGHTS = Weights(Path("none"), version=0, digest="xxh3:0", label="bench/v0")
 
 
@@ -61,7 +65,8 @@ def main() -> None:
         rate = found.num_samples / found.seconds
         print(
             f"{name:8} {found.num_samples:>9,} samples  {found.seconds:7.1f} s  {rate:>9,.0f}"
-            f" samples/s  peak of a shard {found.peak_mb:,.0f} MB (grew by {found.grown_mb:,.0f})",
+            f" samples/s  {found.cpu_s / found.num_samples * 1e6:.0f} µs of CPU a sample  peak of a"
+            f" shard {found.peak_mb:,.0f} MB (grew by {found.grown_mb:,.0f})",
             flush=True,
         )
 
@@ -73,6 +78,7 @@ class Found:
     num_samples: int
     began: float
     ended: float
+    cpu_s: float
     peak_mb: float
     grown_mb: float
 
@@ -102,6 +108,7 @@ def measure(chosen: argparse.Namespace, num_prompts: int) -> Found:
         num_samples=sum(part.num_samples for part in parts),
         began=min(part.began for part in parts),
         ended=max(part.ended for part in parts),
+        cpu_s=sum(part.cpu_s for part in parts),
         peak_mb=max(part.peak_mb for part in parts),
         grown_mb=max(part.grown_mb for part in parts),
     )
@@ -122,7 +129,7 @@ def work(
     settings = make_settings(folder, num_samples=num_samples, batch=batch)
     tokenizer = make_tokenizer()
     start.wait()
-    before_mb, began = peak_mb(), time.monotonic()
+    before_mb, began, before_s = peak_mb(), time.monotonic(), time.process_time()
     cursor, num = None, 0
     for iteration in range(-(-num_prompts // batch)):
         root = folder / f"rollout-{iteration}" / f"shard-{shard:04d}" / f"a0001-{shard}"
@@ -132,7 +139,8 @@ def work(
         )
         cursor, made = roll_out(order, settings, tokenizer, cursor, num_tokens)
         num += made
-    results.put(Found(num, began, time.monotonic(), peak_mb(), peak_mb() - before_mb))
+    ended, cpu_s = time.monotonic(), time.process_time() - before_s
+    results.put(Found(num, began, ended, cpu_s, peak_mb(), peak_mb() - before_mb))
 
 
 def roll_out(
@@ -140,20 +148,25 @@ def roll_out(
 ) -> tuple[Any, int]:
     """One rollout as the stage does it; the cursor after it, and this shard's samples."""
     root = Path(order.attempt_dir)
-    with resolve(settings) as data:
+    with rare_collections(), resolve(settings) as data, open_filter(settings) as keep:
         if cursor is None:
             data.check()
+        stream = open_stream(
+            data, settings, cursor=cursor, tokenizer=tokenizer, context_len=CONTEXT_LEN
+        )
         planner = Planner(
             order,
             settings,
             WEIGHTS,
             overrides=data_overrides(settings),
             purpose=("sample", order.iteration),
+            context_len=CONTEXT_LEN,
+            start=stream.start.as_dict(),
         )
         rule = plan_rule(batch_size=settings.rollout.rollout_batch_size, admission="cursor")
         supply = Supply(
             carried=(),
-            stream=open_stream(data, settings, cursor=cursor, tokenizer=tokenizer),
+            stream=stream,
             planner=planner,
             ledger=Ledger(rule),
             group_size=settings.rollout.n_samples_per_prompt,
@@ -161,7 +174,7 @@ def roll_out(
             num_shards=order.num_shards,
         )
         watch = plan_watch(order, settings, key=planner.made_from)
-        pipeline = Pipeline(supply, watch, keep=make_filter(settings))
+        pipeline = Pipeline(supply, watch, keep=keep)
         pipeline.settle()
         engine = InstantEngine(num_tokens=(num_tokens, num_tokens), vocabulary=len(CHARACTERS))
         engine.start(WEIGHTS)

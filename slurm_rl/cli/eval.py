@@ -39,8 +39,18 @@ def evaluate(
 ) -> None:
     """List what there is; with a version, evaluate it, and show the results that it has.
 
-    Raises PrunedError, naming the nearest versions that can be, if its weights are gone.
+    Raises PrunedError, naming the nearest versions that can be, if its weights are gone, and
+    ConfigError for options that would have no effect.
     """
+    if version is None and now:
+        raise ConfigError(
+            "--now evaluates one version, and none is named", hint="say which with --version"
+        )
+    if version is not None and as_json:
+        raise ConfigError(
+            "--json is of the list, and --version evaluates",
+            hint="`slurm-rl eval RUN --json` lists all versions",
+        )
     if version is None:
         _show_list(find_run(path), names, as_json=as_json)
         return

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from slurm_rl.chain.advance import look
+from slurm_rl.chain.outages import deferred_for, describe_outage
 from slurm_rl.chain.plan import is_tick, plan
 from slurm_rl.chain.scheduler import JobState, QueuedJob
 from slurm_rl.chain.view import LinkView, View
@@ -67,9 +68,11 @@ def explain(opened: OpenRun, view: View) -> list[str]:
         lines.append("the scheduler does not answer: what is in the queue is not known. Nothing is")
         lines.append("lost: jobs that run go on, and the next advance that gets an answer goes on")
     for seen in view.all_links:
+        lines += _explain_outages(opened, seen, view)
         lines += _explain_link(seen, view)
     planned = plan(opened.chain.spec, view)
-    lines += [reason for reason in planned.waiting if "is pending" not in reason]
+    told = ("is pending", *lines)
+    lines += [reason for reason in planned.waiting if not any(part in reason for part in told)]
     return [*lines, *_explain_advancers(opened, view)] or [f"{root} is moving"]
 
 
@@ -78,6 +81,27 @@ def _explain_owner(opened: OpenRun, view: View) -> list[str]:
     if owner == current_user():
         return []
     return [f"it belongs to {owner}; jobs of other people do not show here"]
+
+
+def _explain_outages(opened: OpenRun, seen: LinkView, view: View) -> list[str]:
+    """What waits for a service, that it costs nothing, and what to do about it."""
+    lines = []
+    for slot in seen.open_slots:
+        if not slot.num_deferrals:
+            continue
+        left_s = deferred_for(slot, opened.chain.spec)
+        when = f"in {format_seconds(left_s)}" if left_s else "at once"
+        lines.append(f"{slot.name} {describe_outage(slot, now=view.now)}")
+        lines.append(
+            "  that is no failure: it goes on when the service answers, and no node is held"
+            f" meanwhile; the next look is due {when}"
+        )
+        name = slot.service or "NAME"
+        lines.append(
+            f"  to do: bring it up again, or, if it has moved: slurm-rl set {opened.run.root}"
+            f" services.{name}.url=URL"
+        )
+    return lines
 
 
 def _explain_link(seen: LinkView, view: View) -> list[str]:
@@ -104,7 +128,9 @@ def describe_job(job: QueuedJob) -> str:
     if job.after:
         return f"waits for job {', '.join(job.after)}"
     waited = format_seconds(job.age_s)
-    return f"has waited {waited} ({job.reason or 'no reason given'}): {explain_reason(job)}"
+    if not job.reason:
+        return f"has waited {waited}, and is to begin by itself"
+    return f"has waited {waited} ({job.reason}): {explain_reason(job)}"
 
 
 def explain_reason(job: QueuedJob) -> str:

@@ -28,7 +28,7 @@ def eval_(
         list[str] | None, typer.Option("--set", metavar="NAME", help="Only this evaluation.")
     ] = None,
     now: Annotated[bool, typer.Option("--now", help="Here, in this process: no job.")] = False,
-    json_: Annotated[bool, typer.Option("--json", help="The list, for programs.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """What was evaluated, and an evaluation of any version of the weights that is still there.
 
@@ -120,9 +120,12 @@ def doctor(
 def shell(
     run: RunArgument,
     iteration: Annotated[
-        int | None, typer.Option("-i", "--iteration", help="Default: the one that is to be done.")
+        int | None,
+        typer.Option(
+            "-i", "--iteration", help="Default: the one to be done. Of evaluations: the version."
+        ),
     ] = None,
-    stage: Annotated[str, typer.Option("--stage", help="rollout, train, …")] = "rollout",
+    stage: Annotated[str, typer.Option("--stage", help="rollout, train, eval-NAME, …")] = "rollout",
     shard: Annotated[int, typer.Option(help="Which shard's order.")] = 0,
     command: Annotated[
         str | None, typer.Option("--command", help="Run this instead of a shell.")

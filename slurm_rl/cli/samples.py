@@ -49,6 +49,12 @@ class Wanted:
     status: str | None = None
     limit: int | None = None
 
+    @property
+    def filters(self) -> dict[str, Any]:
+        """What is asked for, by the name of its option."""
+        asked = {"group": self.group, "data-set": self.data_set, "status": self.status}
+        return {name: value for name, value in asked.items() if value is not None}
+
 
 def show_samples(
     path: Path,
@@ -62,27 +68,67 @@ def show_samples(
 ) -> None:
     """Print the wanted samples of a committed stage, or write them to `export`.
 
-    Raises NoRunError for a stage that there is not, NothingDone if it is not committed, PrunedError
-    if retention deleted its files, CorruptError if they are not what was committed.
+    Raises NoRunError for a stage that there is not, NothingDone if it is not committed or nothing
+    of it is wanted, PrunedError if retention deleted its files, CorruptError if they are not what
+    was committed.
     """
-    if wanted.sort not in SORTS:
-        raise NoRunError(f"--sort {wanted.sort!r} is not one of {', '.join(SORTS)}")
-    if export is not None and export.suffix not in (".jsonl", ".parquet"):
-        raise ConfigError(f"--export {export}: the name must end in .jsonl or .parquet")
+    check_wanted(wanted, export)
     opened = find_run(path)
     control = read_control(opened.run)
     ref, source = find_samples(opened, control, stage, iteration)
     listing = read_listing(opened, control, source)
     chosen = choose(listing, wanted)
+    if not chosen and wanted.filters:
+        raise NothingDone(_none_found(listing, ref, wanted), hint="nothing is shown or written")
     if export is not None:
+        was_there = export.exists()
         export_samples(export, (listing.sample(i) for i in chosen))
-        say(f"{export}: {len(chosen)} of {len(listing)} samples of {ref}")
+        instead = ", in place of what was there" if was_there else ""
+        say(f"{export}: {len(chosen)} of {len(listing)} samples of {ref}{instead}")
         return
     _say_summary(listing, ref, source)
     shown = chosen if wanted.limit is None else chosen[: wanted.limit]
     _say_samples(listing, shown, is_full=is_full, with_tokens=with_tokens)
     if len(shown) < len(chosen):
         say(f"\n{len(shown)} of {len(chosen)} samples; --limit shows more, --export writes all")
+
+
+def check_wanted(wanted: Wanted, export: Path | None) -> None:
+    """ConfigError for options that no run can satisfy."""
+    from slurm_rl.rollout.samples import STATUSES
+
+    if wanted.sort not in SORTS:
+        raise ConfigError(f"--sort {wanted.sort!r} is not one of {', '.join(SORTS)}")
+    if wanted.status not in (None, *STATUSES):
+        raise ConfigError(f"--status {wanted.status!r} is not one of {', '.join(STATUSES)}")
+    if export is None:
+        return
+    if export.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(f"--export {export}: the name must end in .jsonl or .parquet")
+    if export.is_dir():
+        raise ConfigError(f"--export {export}: is a folder", hint="name a file in it")
+    if not export.absolute().parent.is_dir():
+        raise ConfigError(
+            f"--export {export}: there is no folder {export.absolute().parent}", hint="make it"
+        )
+
+
+def _none_found(listing: Listing, ref: StageRef, wanted: Wanted) -> str:
+    """That no sample is what was asked for, and what there is instead."""
+    asked = " ".join(f"--{name} {value}" for name, value in wanted.filters.items())
+    said = f"{ref}: none of its {len(listing)} samples is of {asked}"
+    if not len(listing):
+        return said
+    found = []
+    if wanted.group is not None:
+        groups = listing.batch.group_index
+        num = len(set(groups.tolist()))
+        found.append(f"{num} groups from {groups.min()} to {groups.max()}")
+    lines = [listing.line(i) for i in range(len(listing))]
+    for name, key in (("data-set", "data_set"), ("status", "status")):
+        if name in wanted.filters:
+            found.append(f"{name} {', '.join(sorted({str(line.get(key)) for line in lines}))}")
+    return f"{said}; there are {', and '.join(found)}"
 
 
 def find_samples(
@@ -177,7 +223,7 @@ def export_samples(path: Path, samples: Iterable[Sample]) -> None:
 
     In parquet what may be of any shape (prompt, label, rewards, metadata) is JSON text.
     """
-    from slurm_rl.rollout.listing import as_entry
+    from slurm_rl.rollout.listing import PARQUET_TEXTS, as_entry
 
     if path.suffix == ".jsonl":
         lines = (json.dumps(as_entry(sample), ensure_ascii=False) + "\n" for sample in samples)
@@ -193,7 +239,7 @@ def export_samples(path: Path, samples: Iterable[Sample]) -> None:
         ) from error
     rows = [as_entry(sample) for sample in samples]
     for row in rows:
-        for name in ("prompt", "label", "rewards", "metadata"):
+        for name in PARQUET_TEXTS:
             row[name] = json.dumps(row[name], ensure_ascii=False)
     sink = io.BytesIO()
     parquet.write_table(pyarrow.Table.from_pylist(rows), sink)

@@ -60,17 +60,38 @@ def open_shell(
 def find_stage(
     opened: OpenRun, control: Control, iteration: int | None, stage: str, shard: int
 ) -> StageRef:
-    """The stage that is meant; of the first iteration that is not complete if none is named."""
+    """The stage that is meant; of the first iteration that is not complete if none is named.
+
+    An evaluation is named by the version of its weights.
+    """
     graph = opened.chain.graph
+    evals = [rule.kind for rule in graph.evals]
+    if stage in evals:
+        return _find_eval(opened, control, iteration, stage, shard)
     check_iteration(graph, iteration)
     if iteration is None:
         iteration = min(find_head(opened.run, graph, control), graph.num_iterations - 1)
     nodes = {node.kind: node for node in graph.stages(iteration)}
     if stage not in nodes:
-        raise NoRunError(f"iteration {iteration} has no stage {stage!r}; it has {', '.join(nodes)}")
+        known = ", ".join([*nodes, *evals])
+        raise NoRunError(f"iteration {iteration} has no stage {stage!r}; it has {known}")
     if not 0 <= shard < nodes[stage].num_shards:
         raise NoRunError(f"{stage} has {nodes[stage].num_shards} shard(s), and no {shard}")
     return StageRef(iteration, stage)
+
+
+def _find_eval(
+    opened: OpenRun, control: Control, version: int | None, stage: str, shard: int
+) -> StageRef:
+    graph = opened.chain.graph
+    if version is None:
+        version = min(find_head(opened.run, graph, control), graph.num_iterations)
+    ref = StageRef(version, stage)
+    if not graph.has_eval(ref):
+        raise NoRunError(f"version {version} is not one of 0 to {graph.num_iterations}")
+    if shard != 0:
+        raise NoRunError(f"{stage} has 1 shard, and no {shard}")
+    return ref
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from slurm_rl.config.derive import (
 )
 from slurm_rl.config.engine_checks import check_engine
 from slurm_rl.config.job_checks import check_jobs
-from slurm_rl.config.passthrough import check_megatron, check_sglang
+from slurm_rl.config.passthrough import check_megatron, check_score_sglang, check_sglang
 from slurm_rl.config.problems import Path, Problem
 from slurm_rl.config.reward_checks import check_rewards
 from slurm_rl.config.rollout_checks import (
@@ -51,6 +51,8 @@ def check_settings(settings: Settings) -> list[Problem]:
 def check_passthrough(settings: Settings) -> Problems:
     yield from check_megatron(settings.train.megatron)
     yield from check_sglang(settings.rollout.sglang)
+    if settings.score.server is not None:
+        yield from check_score_sglang(settings.score.server.sglang)
 
 
 def check_model(settings: Settings) -> Problems:

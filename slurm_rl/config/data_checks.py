@@ -161,6 +161,8 @@ def _check_hash_seed(use: DataUse, settings: Settings) -> Problems:
 
 def _check_shared(uses: list[DataUse], rollout: Rollout) -> Problems:
     """Settings of `rollout` that no data set would look at."""
+    if not uses:
+        return
     for name in _KEYS:
         value = getattr(rollout, name)
         is_set = value != Rollout.model_fields[name].default

@@ -20,7 +20,7 @@ from slurm_rl.config.derive import PROCEDURAL
 
 Kind = Literal["jsonl", "parquet", "folder", "procedural"]
 
-_SLICE = re.compile(r"(?P<source>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]", re.DOTALL)
+_SLICE = re.compile(r"(?P<source>.*)@\[(?P<start>-?\d+)?:(?P<stop>-?\d+)?\]", re.DOTALL)
 #: Endings of files that hold data, but not in a form that is read here, and what to do.
 _OTHER_FORMS = {
     ".json": "write one object a line and call it .jsonl",
@@ -61,18 +61,23 @@ def parse_slice(text: str) -> tuple[str, slice]:
     found = _SLICE.fullmatch(text)
     if not found:
         return text, slice(None)
-    bounds = [int(found[name]) if found[name] not in ("", "-") else None for name in _BOUNDS]
-    return found["source"], slice(*bounds)
+    start, stop = (None if text is None else int(text) for text in found.group("start", "stop"))
+    return found["source"], slice(start, stop)
 
 
-_BOUNDS = ("start", "stop")
+def _is_empty(rows: slice) -> bool:
+    """Whether a slice has no rows, however many there are."""
+    start, stop = rows.start or 0, rows.stop
+    return stop is not None and (stop == 0 or (stop <= start and (stop < 0) == (start < 0)))
 
 
 def find_fault(text: str) -> tuple[str, str] | None:
     """(rule, fix) where `text` cannot be the name of a data set; None if it can."""
-    source, _ = parse_slice(text)
+    source, rows = parse_slice(text)
     if "@[" in source:
         return "has a slice that is none", "write it as x.jsonl@[10:20], without a step"
+    if _is_empty(rows):
+        return "has a slice without rows", "write the first row, then the one behind the last"
     if source.startswith(PROCEDURAL):
         if source == PROCEDURAL:
             return "names no data set", "write reasoning_gym:chain_sum"

@@ -1,8 +1,8 @@
 """Looks at the data that the settings name: is it there, and do its first rows have the keys?
 
-For `validate` and before a `submit`, on the login node. Of columns it reads the names alone. Where
-a library is missing here but the stage runs in another interpreter, what needs it is not looked
-at: the stage's first job does that.
+For `validate` and before a `submit`, on the login node; the rules of rows are row_preflight.py's.
+Where a library is missing here but the stage runs in another interpreter, what needs it is not
+looked at: the first job of the stage does that.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterable, Iterator
 from pathlib import Path as File
 from typing import Any
 
@@ -19,12 +18,21 @@ from slurm_rl.config.data_checks import DataUse, data_uses
 from slurm_rl.config.data_names import FORMS, DataName, parse_data_name
 from slurm_rl.config.derive import PROCEDURAL, stage_container, stage_python
 from slurm_rl.config.problems import Path, Problem, nearest
+from slurm_rl.config.row_preflight import (
+    Row,
+    check_row,
+    check_system_prompt,
+    decode_lines,
+    keys_of,
+    read_columns,
+    read_lines,
+    row_problem,
+)
+from slurm_rl.config.row_rules import RowFault
 from slurm_rl.config.schema import Settings
 
 Problems = Iterator[Problem]
 
-#: Lines that are looked at; the first rollout reads them all.
-_NUM_LINES = 20
 _NEEDED = ("input_key", "label_key")
 #: Rows may lack these, but not all of them.
 _OPTIONAL = ("metadata_key", "tool_key")
@@ -34,50 +42,57 @@ def check_data_files(settings: Settings) -> Problems:
     """What is missing or not as it should be, a line for each data set at most per key."""
     for use in data_uses(settings):
         name = parse_data_name(use.text)
+        said = check_system_prompt(settings, use)
+        if said is not None:
+            yield said
         if name.kind == "procedural":
             yield from _check_procedural(settings, use, name.source)
         elif name.kind == "jsonl":
-            yield from _check_jsonl(settings, use, name.source)
+            yield from _check_jsonl(settings, use, name)
         else:
             yield from _check_columns(settings, use, name)
 
 
-def _check_jsonl(settings: Settings, use: DataUse, text: str) -> Problems:
-    if not File(text).is_file():
-        yield Problem(use.at, "is not a file", "mend the path", text)
+def _check_jsonl(settings: Settings, use: DataUse, name: DataName) -> Problems:
+    path = File(name.source)
+    if not path.is_file():
+        yield Problem(use.at, "is not a file", "mend the path", use.text)
         return
     try:
-        with open(text, encoding="utf-8-sig") as file:
-            lines = list(islice(file, _NUM_LINES))
-    except (OSError, UnicodeDecodeError) as error:
-        yield Problem(use.at, f"cannot be read ({error})", "mend the file", text)
+        lines = read_lines(path, name.rows)
+        is_empty = not lines and not read_lines(path, slice(0, 1))
+    except OSError as error:
+        yield Problem(use.at, f"cannot be read ({error.strerror})", "mend the file", use.text)
         return
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not numbered:
-        yield Problem(use.at, "is empty", "put prompts in it", text)
-        return
+    if is_empty:
+        yield Problem(use.at, "is empty", "put prompts in it", use.text)
+    elif lines is not None and not lines:
+        yield _beyond(use)
+    elif lines is not None:
+        yield from _check_rows(settings, use, decode_lines(name.source, lines), name.source)
+
+
+def _beyond(use: DataUse) -> Problem:
+    return Problem(use.at, "has no rows there: the data has fewer", "mend the slice", use.text)
+
+
+def _check_rows(
+    settings: Settings, use: DataUse, rows: Iterable[Row | RowFault], source: str
+) -> Problems:
+    """The first thing that is wrong with rows, then what none of them has."""
     seen: dict[str, Any] = {}
-    for number, line in numbered:
-        record = _parse(line)
-        if not isinstance(record, dict):
-            kind = "JSON" if record is None else "an object"
-            rule = f"is not {kind} in line {number}"
-            yield Problem(use.at, rule, "one object a line", text)
+    for row in rows:
+        if isinstance(row, RowFault):
+            yield row_problem(use, row)
             return
-        problems = list(_lacking(settings, use, _NEEDED, record, f"{text}, line {number}"))
-        if problems:
-            yield problems[0]
+        place, values = row
+        problem = next(_lacking(settings, use, _NEEDED, values, place), None)
+        problem = problem or check_row(settings, use, row)
+        if problem is not None:
+            yield problem
             return
-        seen.update(record)
-    yield from _lacking(settings, use, _OPTIONAL, seen, f"the first lines of {text}")
-
-
-def _parse(line: str) -> Any:
-    """A line's value; None if it is not JSON."""
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+        seen.update(values)
+    yield from _lacking(settings, use, _OPTIONAL, seen, f"the first lines of {source}")
 
 
 def _check_columns(settings: Settings, use: DataUse, name: DataName) -> Problems:
@@ -97,11 +112,21 @@ def _check_columns(settings: Settings, use: DataUse, name: DataName) -> Problems
     if problem is not None:
         yield problem
         return
-    names = _column_names(path, kind=name.kind)
-    if isinstance(names, str):
-        yield Problem(use.at, f"cannot be read ({names})", "mend the file", str(path))
-    elif names is not None:
-        yield from _lacking(settings, use, (*_NEEDED, *_OPTIONAL), names, name.source)
+    try:
+        names = _column_names(path, kind=name.kind)
+        if names is None:
+            return
+        lacking = list(_lacking(settings, use, (*_NEEDED, *_OPTIONAL), names, name.source))
+        yield from lacking
+        if lacking:
+            return
+        rows = read_columns(path, name.rows, keys_of(settings, use), kind=name.kind)
+    except (OSError, ValueError) as error:  # pyarrow's errors are of these two
+        rule = f"cannot be read ({str(error).partition(chr(10))[0]})"
+        yield Problem(use.at, rule, "mend the file", str(path))
+        return
+    found = (check_row(settings, use, row) for row in rows)
+    yield from [problem for problem in found if problem is not None][:1]
 
 
 def _find_arrow(use: DataUse, folder: File) -> tuple[Problem | None, File]:
@@ -121,20 +146,17 @@ def _find_arrow(use: DataUse, folder: File) -> tuple[Problem | None, File]:
         return Problem(use.at, rule, "make it with save_to_disk", text), folder
 
 
-def _column_names(path: File, *, kind: str) -> list[str] | str | None:
-    """The columns, or why they cannot be read; None where pyarrow is not here."""
+def _column_names(path: File, *, kind: str) -> list[str] | None:
+    """The columns; None where pyarrow is not here. Raises OSError and ValueError."""
     try:
         pyarrow = importlib.import_module("pyarrow")
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError:
         return None
-    try:
-        if kind == "parquet":
-            return list(parquet.read_schema(path).names)
-        with pyarrow.memory_map(str(path)) as mapped:
-            return list(pyarrow.ipc.open_stream(mapped).schema.names)
-    except (OSError, ValueError) as error:  # pyarrow's errors are of these two
-        return str(error).partition("\n")[0]
+    if kind == "parquet":
+        return list(parquet.read_schema(path).names)
+    with pyarrow.memory_map(str(path)) as mapped:
+        return list(pyarrow.ipc.open_stream(mapped).schema.names)
 
 
 def _check_procedural(settings: Settings, use: DataUse, name: str) -> Problems:

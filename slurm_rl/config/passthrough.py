@@ -12,7 +12,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path as File
 from typing import Any
 
@@ -134,6 +134,10 @@ MEGATRON = Table(
     _MEGATRON_RENAMED,
 )
 SGLANG = Table("SGLang 0.5.17", "sglang-0.5.17.json", _SGLANG_OWNED)
+#: Of a reward model or a judge, which says itself what it is.
+SGLANG_SCORE = replace(
+    SGLANG, owned={name: why for name, why in _SGLANG_OWNED.items() if name != "is_embedding"}
+)
 
 
 def check_megatron(options: Mapping[str, Any]) -> list[Problem]:
@@ -144,6 +148,11 @@ def check_megatron(options: Mapping[str, Any]) -> list[Problem]:
 def check_sglang(options: Mapping[str, Any]) -> list[Problem]:
     """What is wrong with `rollout.sglang`."""
     return _check_options(options, SGLANG, ("rollout", "sglang"))
+
+
+def check_score_sglang(options: Mapping[str, Any]) -> list[Problem]:
+    """What is wrong with `score.server.sglang`."""
+    return _check_options(options, SGLANG_SCORE, ("score", "server", "sglang"))
 
 
 def megatron_sections(name: str) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from pathlib import Path as File
 
 from slurm_rl.config.data_preflight import check_data_files
 from slurm_rl.config.derive import STAGE_KINDS, containers_of, eval_kinds, section_of
+from slurm_rl.config.model_preflight import check_model
 from slurm_rl.config.problems import Path, Problem
 from slurm_rl.config.schema import Settings
 
@@ -21,30 +22,13 @@ from slurm_rl.config.schema import Settings
 def check_files(settings: Settings) -> list[Problem]:
     """What is missing or not as it should be on this machine."""
     return [
-        *_check_model(settings),
+        *check_model(settings),
         *check_data_files(settings),
         *_check_secrets(settings),
         *_check_folders(settings),
         *_check_programs(settings),
         *_check_images(settings),
     ]
-
-
-def _check_model(settings: Settings) -> Iterator[Problem]:
-    if settings.hf_checkpoint is None:
-        return
-    folder, path = File(settings.hf_checkpoint), ("hf_checkpoint",)
-    fix = "download the model there, or mend the path"
-    if not folder.is_dir():
-        yield Problem(path, "is not a directory", fix, settings.hf_checkpoint)
-        return
-    names = set(os.listdir(folder))
-    if "config.json" not in names:
-        yield Problem(path, "has no config.json", fix, settings.hf_checkpoint)
-    if not any(name.endswith(".safetensors") for name in names):
-        yield Problem(path, "has no *.safetensors", fix, settings.hf_checkpoint)
-    if not names & {"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"}:
-        yield Problem(path, "has no tokenizer", fix, settings.hf_checkpoint)
 
 
 def _check_secrets(settings: Settings) -> Iterator[Problem]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from slurm_rl.config.derive import PROCEDURAL, data_sets
 from slurm_rl.config.problems import Path, Problem, nearest
@@ -54,6 +55,7 @@ def check_rewards(settings: Settings) -> Problems:
     yield from _check_key(settings)
     yield from _check_group_reward(settings)
     yield from _check_remote(settings)
+    yield from _check_unasked(settings)
     yield from _check_served(settings)
     yield from _check_served_evaluations(settings)
     yield from _check_overlong(settings)
@@ -196,12 +198,34 @@ def _check_remote(settings: Settings) -> Problems:
     if rollout.rm_url is not None and service is not None:
         path = ("rollout", "rm_url")
         yield Problem(path, "is given beside rm_service", "keep one of the two", rollout.rm_url)
-    if rollout.rm_url is not None and not rollout.rm_url.startswith(("http://", "https://")):
-        yield Problem(("rollout", "rm_url"), *_BAD_ADDRESS, rollout.rm_url)
+    yield from _check_address(("rollout", "rm_url"), rollout.rm_url)
     if service is not None and service not in settings.services:
         close = nearest(service, settings.services)
         fix = f"did you mean {close}?" if close else "add it to services"
         yield Problem(("rollout", "rm_service"), "is no entry of services", fix, service)
+
+
+def _check_unasked(settings: Settings) -> Problems:
+    """Addresses and servers that no reward asks; a row, or the user's code, may."""
+    if any(source.custom_rm_path for _, source in _sources(settings)) or _may_rows_name(settings):
+        return
+    rollout = settings.rollout
+    if not any(_uses(settings, "remote_rm")) and not rollout.custom_generate_function_path:
+        for name in ("rm_url", "rm_service"):
+            value = getattr(rollout, name)
+            if value is not None:
+                rule = "has no effect: no reward is remote_rm"
+                yield Problem(("rollout", name), rule, "take it out", value)
+    if settings.score.server is not None and not any(_uses(settings, *SERVED)):
+        rule = f"serves a model that no reward asks ({' and '.join(SERVED)} do)"
+        yield Problem(("score", "server"), rule, "take it out, or name such a reward")
+
+
+def _may_rows_name(settings: Settings) -> bool:
+    """Whether rows have metadata, in which they may name a reward for themselves."""
+    keys = [settings.rollout.metadata_key]
+    keys += [own.metadata_key for own in (*data_sets(settings), *settings.eval.values())]
+    return any(key is not None for key in keys)
 
 
 def _check_served(settings: Settings) -> Problems:
@@ -244,7 +268,30 @@ def _check_overlong(settings: Settings) -> Problems:
         yield Problem(path, "makes overlong have no effect", "raise it, or take overlong out", 0)
 
 
-_BAD_ADDRESS = ("is no address", "write it as http://host:port/path")
+#: What slurm_rl/rollout/rewards/means.py calls servers that are no entry of `services`.
+_TAKEN = ("score", "rm_url")
+
+
+def _check_address(at: Path, text: str | None) -> Problems:
+    """An address has a scheme that is spoken, a host, and a port that can be one."""
+    fix = "write it as http://host:port/path"
+    if text is None:
+        return
+    try:
+        parts = urlsplit(text)
+        port = parts.port  # raises where it is no number or too large
+    except ValueError as error:
+        yield Problem(at, f"is no address ({error})", fix, text)
+        return
+    if not text.startswith(("http://", "https://")):
+        yield Problem(at, "is no address", fix, text)
+    elif not parts.hostname:
+        yield Problem(at, "is an address without a host", fix, text)
+    elif any(c.isspace() for c in text) or port == 0:
+        yield Problem(at, "is no address", fix, text)
+    elif at[0] == "services" and (parts.query or parts.fragment):
+        rule = "is an address with a query, and paths are put behind it"
+        yield Problem(at, rule, "leave out what follows ? or #", text)
 
 
 def _check_services(settings: Settings) -> Problems:
@@ -254,8 +301,9 @@ def _check_services(settings: Settings) -> Problems:
         if (service.url is None) == (service.url_file is None):
             rule = "needs exactly one of url and url_file"
             yield Problem(path, rule, "give its address, or the file that holds it")
-        if service.url is not None and not service.url.startswith(("http://", "https://")):
-            yield Problem((*path, "url"), *_BAD_ADDRESS, service.url)
+        if name in _TAKEN:
+            yield Problem(path, "is the name of another server of ours", "rename it")
+        yield from _check_address((*path, "url"), service.url)
         if not service.health.startswith("/"):
             rule = "is no path"
             yield Problem((*path, "health"), rule, f"write /{service.health}", service.health)

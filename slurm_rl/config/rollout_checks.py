@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from slurm_rl.config.data_checks import data_uses
 from slurm_rl.config.derive import admission, data_sets, is_graded_later
-from slurm_rl.config.problems import Problem
+from slurm_rl.config.problems import Path, Problem
 from slurm_rl.config.schema import Settings
 
 Problems = Iterator[Problem]
@@ -38,6 +39,24 @@ def check_sampling(settings: Settings) -> Problems:
     if context is not None and prompt is not None and prompt >= context:
         rule = f"leaves no room for an answer in rollout_max_context_len = {context}"
         yield Problem(("rollout", "rollout_max_prompt_len"), rule, "lower it", prompt)
+    yield from _check_stops(settings)
+
+
+def _check_stops(settings: Settings) -> Problems:
+    """What ends a response is a text that is one, and a token that can be one."""
+    places: list[tuple[Path, list[str] | None]] = [
+        (("rollout",), settings.rollout.rollout_stop),
+        *((use.own_at, use.own.rollout_stop) for use in data_uses(settings) if use.own_at),
+    ]
+    for place, stops in places:
+        for i, text in enumerate(stops or ()):
+            if not text:
+                rule = "is empty: it would end every response at once"
+                yield Problem((*place, "rollout_stop", i), rule, "take it out", text)
+    for i, token in enumerate(settings.rollout.rollout_stop_token_ids):
+        if token < 0:
+            at = ("rollout", "rollout_stop_token_ids", i)
+            yield Problem(at, "is no token: they count from 0", "take it out", token)
 
 
 def check_batch(settings: Settings) -> Problems:
@@ -83,6 +102,9 @@ def check_filter(settings: Settings) -> Problems:
 def check_passrates(settings: Settings) -> Problems:
     """A k of pass@k needs as many samples."""
     for name, part in settings.eval.items():
+        for i, k in enumerate(part.pass_k):
+            if k in part.pass_k[:i]:
+                yield Problem(("eval", name, "pass_k", i), "is there twice", "take one out", k)
         num = part.n_samples_per_prompt or settings.rollout.n_samples_per_prompt
         largest = max(part.pass_k, default=0)
         if largest > num:

@@ -226,7 +226,9 @@ class Rollout(Stage):
         None, description="Which entry of a reward that is an object is trained on."
     )
     group_rm: bool = Field(False, description="custom_rm_path takes a whole group, returns a list.")
-    reward_timeout_s: Seconds = Field(600.0, description="Longest that a reward may take.")
+    reward_timeout_s: Seconds = Field(
+        600.0, description="Longest that a reward, a filter or a tool may take."
+    )
     reward_retries: Annotated[int, Field(ge=0)] = Field(
         0, description="Tries again after a reward failed, before `on_reward_error`."
     )

@@ -5,8 +5,9 @@ Owns the translation of the schema library's errors; none of its words reach a p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Iterator, Mapping
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -30,6 +31,8 @@ _PASSTHROUGH: Mapping[Path, Any] = {
     ("train", "megatron"): MEGATRON,
     ("rollout", "sglang"): SGLANG,
 }
+#: Names that differ between places where the same is meant.
+_SYNONYMS = {"path": "prompt_data", "prompt_data": "path", "data_options": "options"}
 
 
 def validate_settings(data: dict[str, Any]) -> tuple[Settings | None, list[Problem]]:
@@ -37,7 +40,7 @@ def validate_settings(data: dict[str, Any]) -> tuple[Settings | None, list[Probl
     try:
         return Settings.model_validate(data), []
     except ValidationError as error:
-        return None, _explain(error, data)
+        return None, _explain(error)
 
 
 def schema_paths(model: type[BaseModel] = Settings, above: Path = ()) -> Iterator[Path]:
@@ -57,26 +60,62 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _explain(error: ValidationError, data: Any) -> list[Problem]:
+def _explain(error: ValidationError) -> list[Problem]:
+    items = [(*_real_path(item["loc"]), item) for item in error.errors(include_url=False)]
     grouped: dict[Path, list[Mapping[str, Any]]] = {}
-    for item in error.errors(include_url=False):
-        grouped.setdefault(_real_path(item, data), []).append(item)
+    for path, is_choice, item in items:
+        # Of a value that is text or a list, what is wrong inside the list says more.
+        is_looked_into = any(len(o) > len(path) and o[: len(path)] == path for o, _, _ in items)
+        if not (is_choice and is_looked_into):
+            grouped.setdefault(path, []).append(item)
     return [_explain_one(path, items) for path, items in grouped.items()]
 
 
-def _real_path(item: Mapping[str, Any], data: Any) -> Path:
-    """The place of an error without the union members that the library appends to it."""
-    location: Path = item["loc"]
-    if item["type"] == "missing":
-        return location
-    for depth, part in enumerate(location):
-        if isinstance(data, Mapping) and part in data:
-            data = data[str(part)]
-        elif isinstance(data, Sequence) and not isinstance(data, str) and isinstance(part, int):
-            data = data[part]
-        else:
-            return location[:depth]
-    return location
+def _real_path(location: Path) -> tuple[Path, bool]:
+    """The place of an error as the user wrote it, and whether it is about one type of several.
+
+    Where a value may be of several types, the library puts the one that it tried into the place.
+    """
+    path: Path = ()
+    inside: Any = Settings
+    is_choice = False
+    for part in location:
+        if part == "[key]":
+            break
+        is_choice = not is_choice and len(_members(inside)) > 1
+        if not is_choice:
+            path, inside = (*path, part), _type_under(inside, part)
+    return path, is_choice
+
+
+def _members(annotation: Any) -> list[Any]:
+    """The types that a value may be of, None apart."""
+    if get_origin(annotation) is Annotated:
+        return _members(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [member for part in get_args(annotation) for member in _members(part)]
+    return [] if annotation in (None, NoneType) else [annotation]
+
+
+def _type_under(annotation: Any, part: str | int) -> Any:
+    """What a value of that type holds under a name or a number; None: nothing that is known."""
+    for member in _members(annotation):
+        if isinstance(member, type) and issubclass(member, BaseModel):
+            if part in member.model_fields:
+                return member.model_fields[str(part)].annotation
+        elif get_origin(member) in (list, dict):
+            is_list = get_origin(member) is list
+            if is_list == isinstance(part, int):
+                return get_args(member)[-1]
+    return None
+
+
+def _section_at(path: Path) -> type[BaseModel] | None:
+    """The section that is meant at a place: at `eval.aime`, that of an evaluation."""
+    inside: Any = Settings
+    for part in path:
+        inside = _type_under(inside, part)
+    return section_of(inside)
 
 
 def _explain_one(path: Path, items: list[Mapping[str, Any]]) -> Problem:
@@ -87,7 +126,8 @@ def _explain_one(path: Path, items: list[Mapping[str, Any]]) -> Problem:
         return explain_unknown(path)
     wanted = list(dict.fromkeys(filter(None, (_wanted_type(item["type"]) for item in items))))
     if len(wanted) == len(items):
-        return Problem(path, f"must be {' or '.join(wanted)}", _type_fix(wanted, value), value)
+        fix = _type_fix(wanted, value, _section_at(path))
+        return Problem(path, f"must be {' or '.join(wanted)}", fix, value)
     return Problem(path, *_explain_value(items[0]), value)
 
 
@@ -100,15 +140,21 @@ def _wanted_type(kind: str) -> str | None:
     return _TYPES.get(name) if tail in ("type", "attributes_type", "parsing") else None
 
 
-def _type_fix(wanted: list[str], value: Any) -> str:
+def _type_fix(wanted: list[str], value: Any, section: type[BaseModel] | None) -> str:
     if value is None:
         return "give it a value or take the line out"
+    if _TYPES["model"] in wanted and section is not None:
+        needed = [name for name, info in section.model_fields.items() if info.is_required()]
+        if needed:
+            return f"write {', '.join(f'{name}: …' for name in needed)}"
     if "text" in wanted and isinstance(value, (int, float)):
         return f'put it in quotes: "{value}"'
     if isinstance(value, str) and value.replace(".", "", 1).lstrip("-").isdigit():
         return f"take the quotes off: {value}"
     if "true or false" in wanted:
         return "write true or false"
+    if "a list" in wanted and isinstance(value, dict):
+        return "make it the item of a list: begin it with -"
     if "a list" in wanted:
         return f"write [{value}]" if isinstance(value, (str, int, float)) else "write [a, b]"
     return "change it"
@@ -138,18 +184,31 @@ def _explain_value(item: Mapping[str, Any]) -> tuple[str, str]:
 def explain_unknown(path: Path) -> Problem:
     """An unknown key: the nearest name beside it, or where that very name belongs."""
     name, above = str(path[-1]), path[:-1]
-    everywhere = list(schema_paths())
-    beside = [str(p[-1]) for p in everywhere if p[:-1] == above] + ["site"] * (not above)
-    for section, table in _PASSTHROUGH.items():
-        if name in table.entries and section[: len(above)] == above:
-            return Problem(path, "is not a setting", f"did you mean {format_path(section)}.{name}?")
-    elsewhere = [p for p in everywhere if p[-1] == name]
-    inside = [p for p in elsewhere if p[: len(above)] == above]
-    close = nearest(name, beside)
-    if elsewhere:
-        fix = f"did you mean {format_path((inside or elsewhere)[0])}?"
-    elif close is not None:
-        fix = f"did you mean {format_path((*above, close))}?"
+    section = _section_at(above)
+    beside = [*(section.model_fields if section else ()), *["site"] * (not above)]
+    for at, table in _PASSTHROUGH.items():
+        if name in table.entries and at[: len(above)] == above:
+            return Problem(path, "is not a setting", f"did you mean {format_path(at)}.{name}?")
+    meant = _find_meant(name, above, beside)
+    if meant is not None:
+        fix = f"did you mean {format_path(meant)}?"
     else:
         fix = f"{format_path(above) or 'the file'} takes {', '.join(beside)}"
     return Problem(path, "is not a setting", fix)
+
+
+def _find_meant(name: str, above: Path, beside: list[str]) -> Path | None:
+    """The setting that an unknown key most likely stands for."""
+    everywhere = list(schema_paths())
+    # In a place that the user named, as `eval.aime`, only names of `rollout` may be meant besides.
+    is_named = bool(above) and above not in everywhere
+    if is_named and _SYNONYMS.get(name) in beside:
+        return (*above, _SYNONYMS[name])
+    elsewhere = [p for p in everywhere if p[-1] == name and p != above[: len(p)]]
+    if is_named:
+        elsewhere = [p for p in elsewhere if p[:-1] == ("rollout",)]
+    inside = [p for p in elsewhere if p[: len(above)] == above]
+    if elsewhere:
+        return (inside or elsewhere)[0]
+    close = nearest(name, beside)
+    return None if close is None else (*above, close)

@@ -3,6 +3,7 @@
     .pt          a dictionary {"rollout_id": …, "samples": [{…}, …]}, saved by torch
     .json        the same, or the list alone
     .jsonl       a sample a line
+    .parquet     a sample a row; prompt, label, rewards and metadata are JSON text
 
 A sample is a dictionary with slime's field names: `group_index`, `index`, `tokens` (prompt and
 response), `response_length`, `reward`, `loss_mask`, `rollout_log_probs`, `status`, `prompt`,
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rl.errors import DataError, SlurmRlError
+from slurm_rl.rollout.listing import PARQUET_TEXTS
 from slurm_rl.rollout.samples import STATUSES, Sample, write_samples
 
 _MAX_TOKEN, _MAX_INT = 2**31 - 1, 2**63 - 1
@@ -242,6 +244,8 @@ def _read_entries(path: Path) -> list[Mapping[str, Any]]:
             value: Any = _read_lines(path)
         elif path.suffix == ".json":
             value = json.loads(path.read_bytes())
+        elif path.suffix == ".parquet":
+            value = _read_parquet(path)
         else:
             value = _read_torch(path)
     except OSError as error:
@@ -269,6 +273,26 @@ def _read_lines(path: Path) -> list[Any]:
     return found
 
 
+def _read_parquet(path: Path) -> list[Any]:
+    """As `slurm-rl samples --export` writes it."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise DataError(
+            f"{path}: parquet needs pyarrow", hint="`pip install pyarrow`, or export .jsonl"
+        ) from error
+    try:
+        rows: list[Any] = parquet.read_table(path).to_pylist()
+    except ArrowException as error:
+        why = str(error).strip().partition("\n")[0]
+        raise DataError(f"{path}: it is no parquet file, or damaged ({why})") from error
+    for row in rows:
+        for name in PARQUET_TEXTS:
+            if isinstance(row.get(name), str):
+                row[name] = json.loads(row[name])
+    return rows
+
+
 def _read_torch(path: Path) -> Any:
     import torch
 
@@ -277,9 +301,10 @@ def _read_torch(path: Path) -> Any:
     except OSError:
         raise
     except Exception as error:  # a damaged or foreign file raises whatever its parser raises
-        why = str(error).strip().partition("\n")[0]
+        why = str(error).strip().partition("\n")[0].partition(". ")[0][:200]
         raise DataError(
-            f"{path}: it cannot be read without running code of it, or is damaged ({why})",
+            f"{path}: it cannot be read without running code of it, or is damaged, or no dump of"
+            f" samples ({type(error).__name__}: {why})",
             hint="only plain values and tensors are read; where you trust the file, load it "
             "yourself and write its samples as JSON lines",
         ) from error

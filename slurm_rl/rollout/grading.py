@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from slurm_rl.errors import ServiceDown
+from slurm_rl.errors import RewardError, ServiceDown
 from slurm_rl.rollout.journal import Entry, Journal
 from slurm_rl.rollout.rewards import Graded, Grader
 from slurm_rl.rollout.samples import Sample
@@ -21,9 +21,20 @@ Item = tuple[str, Sequence[Sample]]
 Grade = Callable[[Sequence[Sample]], Awaitable[Graded]]
 
 
+class GivenUp(list[Sample]):
+    """A group whose generation failed in the user's code, where on_reward_error drops such groups:
+    what there is to journal of it. `why` says what failed."""
+
+    def __init__(self, samples: Iterable[Sample], *, error: RewardError) -> None:
+        super().__init__(samples)
+        self.why = error.message
+
+
 async def grade_open(samples: Sequence[Sample], grade: Grade) -> Graded:
     """Grade those of a group that have no reward; what an environment or a generate function of
-    the user's has given stays."""
+    the user's has given stays. A group that was given up is dropped."""
+    if isinstance(samples, GivenUp):
+        return Graded(tuple(samples), "dropped", samples.why)
     left = [sample for sample in samples if sample.reward is None]
     if len(left) == len(samples):
         return await grade(samples)
@@ -98,4 +109,5 @@ def run_grading(
     try:
         asyncio.run(run())
     except BaseExceptionGroup as group:
-        raise group.exceptions[0] from None
+        error = group.exceptions[0]
+        raise error from error.__cause__  # what the user's code raised goes to the log

@@ -6,9 +6,10 @@ of other weights, or without tokens, is an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from slurm_rl.config.derive import settings_digest
@@ -19,7 +20,7 @@ from slurm_rl.rollout.data import Visit
 from slurm_rl.rollout.engine import Completion, Request, Sampling, Weights
 from slurm_rl.rollout.fast_json import dumps
 from slurm_rl.rollout.samples import Sample
-from slurm_rl.seeds import derive_seed
+from slurm_rl.seeds import derive_seeds
 from slurm_rl.storage.digest import digest_bytes, digest_value
 from slurm_rl.types import Order
 
@@ -38,7 +39,7 @@ _SAMPLING = {
 class PlannedGroup:
     """A group before it is generated.
 
-    key:     digests all that its samples depend on.
+    key:     digests all that its samples depend on; it begins with what all groups share.
     carried: its samples as an earlier rollout left them; () for a new group. The request asks for
              those that were cut off, whose places are `asked`.
     """
@@ -58,8 +59,9 @@ class PlannedGroup:
 class Planner:
     """Turns visits into planned groups: a function of the settings, the weights and the place.
 
-    overrides: data set -> what it sets for itself. `made_from` is the part of every key that all
-    groups of a rollout share. context_len: most tokens of prompt and response together.
+    overrides: data set -> what it sets for itself. context_len: most tokens of prompt and response
+    together. start: the cursor at which the data is opened, with its fingerprint.
+    `made_from` digests what all groups of a rollout depend on.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Planner:
         overrides: dict[str, Overrides],
         purpose: tuple[int | str, ...],
         context_len: int | None = None,
+        start: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._seed, self._purpose = settings.seed, purpose
         self._context_len = context_len
@@ -88,17 +91,22 @@ class Planner:
                 "code": Path(order.code_dir).name,
                 "settings": settings_digest(settings),
                 "overrides": {name: own.model_dump() for name, own in overrides.items()},
+                "start": dict(start),
             }
         )
+        self._prefix = self.made_from.rpartition(":")[2][:16] + "-"
+
+    def is_alike(self, key: str) -> bool:
+        """Whether a group of this key was made from what groups are made from here: settings,
+        weights, code, and data. With its number that says which group it is."""
+        return key.startswith(self._prefix)
 
     def plan(self, visit: Visit) -> PlannedGroup:
         """A new group."""
         name, index = visit.prompt.data_set, visit.group_index
-        seeds = tuple(
-            derive_seed(self._seed, *self._purpose, index, k) for k in range(self._nums[name])
-        )
+        seeds = derive_seeds(self._seed, *self._purpose, index, num=self._nums[name])
         request = Request(index, visit.tokens, seeds)
-        return self._finish(PlannedGroup(visit, request, self._limit(visit), ""))
+        return PlannedGroup(visit, request, self._limit(visit), self._key(visit, request))
 
     def resume(self, visit: Visit, carried: Sequence[Sample]) -> PlannedGroup:
         """A group that an earlier rollout did not finish; `carried` are all of its samples."""
@@ -115,7 +123,8 @@ class Planner:
             tuple(carried[place].seed for place in asked),
             tuple(carried[place].response_tokens for place in asked),
         )
-        return self._finish(PlannedGroup(visit, request, sampling, "", tuple(carried), asked))
+        key = self._key(visit, request, carried)
+        return PlannedGroup(visit, request, sampling, key, tuple(carried), asked)
 
     def _limit(self, visit: Visit) -> Sampling:
         """The sampling of a visit: no response may leave the context."""
@@ -127,8 +136,7 @@ class Planner:
             return sampling
         return replace(sampling, max_new_tokens=max(1, room))
 
-    def _finish(self, group: PlannedGroup) -> PlannedGroup:
-        visit, request = group.visit, group.request
+    def _key(self, visit: Visit, request: Request, carried: Sequence[Sample] = ()) -> str:
         parts = [
             self.made_from,
             visit.group_index,
@@ -138,9 +146,9 @@ class Planner:
             visit.prompt.metadata,
             request.prompt_tokens,
             request.seeds,
-            group.carried,
+            carried,
         ]
-        return replace(group, key=digest_bytes(dumps(parts)))
+        return self._prefix + digest_bytes(dumps(parts)).rpartition(":")[2]
 
 
 def plan_sampling(settings: Settings, own: Overrides) -> Sampling:
@@ -181,22 +189,26 @@ class Finisher:
         return [self._go_on(group, had, new.get(k)) for k, had in enumerate(group.carried)]
 
     def _make(self, group: PlannedGroup, index: int, found: Completion, text: str) -> Sample:
-        prompt = group.visit.prompt
-        return Sample(
-            group_index=group.group_index,
-            sample_index=index,
-            prompt_tokens=group.visit.tokens,
-            response_tokens=found.tokens,
-            rollout_logprobs=found.logprobs,
-            loss_mask=(1,) * len(found.tokens),
-            prompt=prompt.prompt,
-            response=text,
-            label=prompt.label,
-            status=_STATUS[found.finish],
-            weights_version=self._weights.version,
-            seed=group.request.seeds[index],
-            metadata=prompt.metadata,
-            data_set=prompt.data_set,
+        visit, prompt = group.visit, group.visit.prompt
+        return Sample(  # by place, which is twice as quick as by name
+            visit.group_index,
+            index,
+            visit.tokens,
+            found.tokens,
+            found.logprobs,
+            (1,) * len(found.tokens),
+            prompt.prompt,
+            text,
+            prompt.label,
+            None,
+            _STATUS[found.finish],
+            self._weights.version,
+            group.request.seeds[index],
+            prompt.metadata,
+            {},
+            (),
+            -1,
+            prompt.data_set,
         )
 
     def _go_on(self, group: PlannedGroup, had: Sample, found: Completion | None) -> Sample:
@@ -228,13 +240,14 @@ class Finisher:
 def make_decode(tokenizer: Any) -> Callable[[Sequence[Sequence[int]]], list[str]]:
     """A function from several samples' tokens to their texts, special tokens left out.
 
-    The fast tokenizers' own batch call costs a fifth of `decode` for each, and says the same where
-    nothing is cleaned up afterwards.
+    The tokenizers library's own call costs a fifth of `decode`, and says the same where nothing is
+    cleaned up afterwards. (Its call for many at once starts threads, which costs more than it
+    saves.)
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", True):
         return lambda many: [tokenizer.decode(one, skip_special_tokens=True) for one in many]
-    return lambda many: backend.decode_batch(many, skip_special_tokens=True)
+    return lambda many: [backend.decode(one, skip_special_tokens=True) for one in many]
 
 
 _STATUS = {"stop": "completed", "length": "truncated", "abort": "aborted"}

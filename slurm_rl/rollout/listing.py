@@ -27,6 +27,9 @@ from slurm_rl.rollout.samples import (
     training_order,
 )
 
+#: Fields of an entry that are of any shape, and JSON text in a parquet file.
+PARQUET_TEXTS = ("prompt", "label", "rewards", "metadata")
+
 
 @dataclass(frozen=True, slots=True)
 class GroupSummary:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,7 +95,7 @@ class Pipeline:
             # One place a group: samples of a group are asked for together. As many more wait in
             # the engine, so that the next ones leave as soon as there is room for them.
             num_slots = max(1, 2 * engine.concurrency // self._supply.group_size)
-            floor = _Floor(asyncio.Semaphore(num_slots), generate, grade, journal)
+            floor = _Floor(_Slots(num_slots), generate, grade, journal)
             tasks = [asyncio.create_task(self._work(floor)) for _ in range(2 * num_slots)]
             tasks.append(asyncio.create_task(self._look_often(floor)))
             try:
@@ -156,9 +157,12 @@ class Pipeline:
     async def _finish(self, group: PlannedGroup, samples: list[Sample], floor: _Floor) -> None:
         graded = await grade_open(samples, floor.grade)
         keep, reason = graded.outcome != "dropped", graded.why
-        is_wanted = self._supply.is_wanted(group.group_index)
-        if graded.outcome == "graded" and self._keep is not None and not is_wanted:
-            keep, reason = self._keep(graded.samples)
+        index = group.group_index
+        is_asked = graded.outcome == "graded" and not self._supply.is_wanted(index)
+        if is_asked and self._keep is not None:
+            keep, reason = await self._keep(graded.samples)
+            if self._supply.is_wanted(index):  # decided by others meanwhile
+                keep, reason = True, ""
         entry = floor.journal.append(
             group.key, graded.samples, outcome=graded.outcome, keep=keep, reason=reason
         )
@@ -225,12 +229,46 @@ class Pipeline:
         return bool(missing)
 
 
+class _Slots:
+    """Room for so many workers at a time, in the order in which they came.
+
+    A semaphore that hands a place on at once: asyncio's own (Python 3.11) looks through all that
+    wait, which with hundreds of workers is more than all the rest of the loop.
+    """
+
+    def __init__(self, num: int) -> None:
+        self._num_free = num
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def __aenter__(self) -> None:
+        if self._num_free:
+            self._num_free -= 1
+            return
+        place = asyncio.get_running_loop().create_future()
+        self._waiting.append(place)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if not place.cancelled():  # it had been handed on already
+                self._hand_on()
+            raise
+
+    async def __aexit__(self, *exception: object) -> None:
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        while self._waiting:
+            place = self._waiting.popleft()
+            if not place.done():
+                place.set_result(None)
+                return
+        self._num_free += 1
+
+
 class _Floor:
     """What the workers of one run share."""
 
-    def __init__(
-        self, slots: asyncio.Semaphore, generate: Generate, grade: Grade, journal: Journal
-    ) -> None:
+    def __init__(self, slots: _Slots, generate: Generate, grade: Grade, journal: Journal) -> None:
         self.slots = slots
         self.generate = generate
         self.grade = grade

@@ -36,8 +36,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from slurm_rl.errors import CorruptError
+from slurm_rl.rollout.fast_json import dumps
 from slurm_rl.storage.fs import POSIX, Fs
-from slurm_rl.types import canonical_json
 
 TENSORS_NAME = "samples.safetensors"
 LINES_NAME = "samples.jsonl"
@@ -171,11 +171,43 @@ def write_samples(root: Path, samples: Iterable[Sample], *, fs: Fs = POSIX) -> l
     Bytes depend on the samples alone, not on their order here. A crash midway leaves files
     that nothing names yet.
     """
-    ordered = sorted(samples, key=lambda s: (s.group_index, s.sample_index))
-    fs.create(root / TENSORS_NAME, save(_arrays(pack_samples(ordered))))
-    lines = [canonical_json(_line(sample)) + b"\n" for sample in ordered]
-    fs.create(root / LINES_NAME, b"".join(lines))
+    ordered = sorted(samples, key=place_of)
+    return write_rendered(root, ordered, [render_sample(sample) for sample in ordered], fs=fs)
+
+
+def write_rendered(
+    root: Path, samples: Sequence[Sample], lines: Iterable[bytes], *, fs: Fs = POSIX
+) -> list[str]:
+    """As `write_samples`, of samples in their order (`place_of`) whose lines are there already."""
+    fs.create(root / TENSORS_NAME, save(_arrays(pack_samples(samples))))
+    fs.create(root / LINES_NAME, b"".join([line + b"\n" for line in lines]))
     return [LINES_NAME, TENSORS_NAME]
+
+
+def place_of(sample: Sample) -> tuple[int, int]:
+    """What samples are sorted by."""
+    return sample.group_index, sample.sample_index
+
+
+def render_sample(sample: Sample) -> bytes:
+    """The line of a sample in `samples.jsonl`, without its end: all but the tokens."""
+    return dumps(
+        {
+            "index": sample.sample_index,
+            "group_index": sample.group_index,
+            "rollout_index": sample.rollout_index,
+            "data_set": sample.data_set,
+            "prompt": sample.prompt,
+            "response": sample.response,
+            "label": sample.label,
+            "reward": sample.reward,
+            "rewards": sample.rewards,
+            "status": sample.status,
+            "weights_version": sample.weights_version,
+            "seed": sample.seed,
+            "metadata": sample.metadata,
+        }
+    )
 
 
 def pack_samples(samples: Sequence[Sample]) -> SampleBatch:
@@ -297,11 +329,3 @@ def _gather(lengths: NDArray[np.int32], order: NDArray[np.intp]) -> NDArray[np.i
 
 def _arrays(batch: SampleBatch) -> dict[str, NDArray[Any]]:
     return {f.name: getattr(batch, f.name) for f in fields(batch)}
-
-
-def _line(sample: Sample) -> dict[str, Any]:
-    names = (
-        "group_index rollout_index data_set prompt response label reward rewards status"
-        " weights_version seed metadata"
-    ).split()
-    return {"index": sample.sample_index} | {name: getattr(sample, name) for name in names}

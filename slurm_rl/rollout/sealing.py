@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from slurm_rl.errors import StorageError
-from slurm_rl.rollout.journal import Entry, read_group
-from slurm_rl.rollout.samples import Sample, write_samples
+from slurm_rl.rollout.journal import Entry, GroupReader
+from slurm_rl.rollout.samples import Sample, write_rendered
 from slurm_rl.storage.fs import POSIX, Fs
 
 #: Samples of one part: some hundred megabytes of long answers.
 PART_SAMPLES = 16_384
 
 Count = Callable[[list[Sample]], None]
+#: A sample, and its line of `samples.jsonl`.
+Rendered = tuple[Sample, bytes]
 
 
 def seal_groups(root: Path, entries: Iterable[Entry], *, count: Count, fs: Fs = POSIX) -> list[str]:
@@ -34,23 +36,26 @@ def seal_groups(root: Path, entries: Iterable[Entry], *, count: Count, fs: Fs = 
         folder = root if not number else root / f"part-{number:04d}"
         if number:
             fs.mkdir(folder)
-        written = write_samples(folder, part, fs=fs)
+        written = write_rendered(folder, [s for s, _ in part], (line for _, line in part), fs=fs)
         names += [str((folder / name).relative_to(root)) for name in written]
     return names
 
 
-def _read(entries: Iterable[Entry], count: Count) -> Iterator[list[Sample]]:
-    for entry in entries:
-        group = read_group(entry)
-        if group is None:
-            raise StorageError(f"{entry.path}: group {entry.group_index} is gone from the journal")
-        count(group)
-        yield group
+def _read(entries: Iterable[Entry], count: Count) -> Iterator[list[Rendered]]:
+    with GroupReader() as reader:
+        for entry in entries:
+            group = reader.read(entry)
+            if group is None:
+                raise StorageError(
+                    f"{entry.path}: group {entry.group_index} is gone from the journal"
+                )
+            count([sample for sample, _ in group])
+            yield group
 
 
-def _cut(groups: Iterable[list[Sample]]) -> Iterator[list[Sample]]:
+def _cut(groups: Iterable[list[Rendered]]) -> Iterator[list[Rendered]]:
     """Parts of whole groups; at least one, perhaps empty."""
-    part: list[Sample] = []
+    part: list[Rendered] = []
     num_parts = 0
     for group in groups:
         if part and len(part) + len(group) > PART_SAMPLES:

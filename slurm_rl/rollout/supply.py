@@ -2,7 +2,8 @@
 
 Owns the ledger of the rollout and what is known of each group: planned, under way here, or done,
 and then where its samples lie. It takes visits from the stream as late as it can, so that little
-is held. Visits are dealt to the shards by their number.
+is held. Visits are dealt to the shards by their number; one of another shard's is only read when
+it is to be made here, and its group is known by its number and by what all keys share.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ class Visits(Protocol):
     @property
     def start(self) -> Cursor: ...
     def take(self) -> Visit: ...
+    def pass_by(self) -> int: ...
+    def visit(self, group_index: int) -> Visit: ...
     def cursor_after(self, group_index: int) -> Cursor: ...
-    def reopen(self) -> Visits: ...
 
 
 class Cursor(Protocol):
@@ -42,7 +44,7 @@ class Supply:
     """See the module.
 
     carried: what the rollout before handed on; these visits come first.
-    entries: number of a kept group -> where its samples lie.
+    entries: number of a kept group of ours -> where its samples lie.
     """
 
     def __init__(
@@ -62,14 +64,15 @@ class Supply:
         self._planner = planner
         self._shard, self._num_shards = shard, num_shards
         self._num_entered = 0
-        self._open: dict[int, PlannedGroup] = {}  # entered, without a verdict
+        #: Entered, without a verdict; None: another shard's, which was not read.
+        self._open: dict[int, PlannedGroup | None] = {}
         self._under_way: set[int] = set()
         self._ready: deque[int] = deque()  # entered, ours, and not begun
         self._wanted: set[int] | None = None  # all that is still to be made, once it is closed
         self._given_up: set[int] = set()  # of those: a reward failed once more
         self._dropped: dict[int, str] = {}  # number -> key
         self._spare: dict[int, Entry] = {}  # kept copies of groups that were dropped here
-        self._found: dict[str, Entry] = {}  # of groups that were not entered yet, by key
+        self._found: dict[str | int, Entry] = {}  # of groups that were not entered yet, by `_name`
         self.ledger = ledger
         self.entries: dict[int, Entry] = {}
         # All of them at once: a batch that closes early must know what carries over again.
@@ -104,27 +107,39 @@ class Supply:
         """What others have not done, or what came back from here, from the far end."""
         for index in reversed(self._open):
             if index not in self._under_way and (self._wanted is None or index in self._wanted):
-                return self._open[index]
+                group = self._open[index]
+                if group is None:
+                    group = self._open[index] = self._planner.plan(self._stream.visit(index))
+                return group
         return None
 
     def _enter(self) -> bool:
         """Enter the next visit; whether a journal holds its group already."""
         number, self._num_entered = self._num_entered, self._num_entered + 1
-        group = self._plan(number)
-        index = group.group_index
+        index, group = self._read(number)
         self.ledger.enter(index)
         self._open[index] = group
-        entry = self._found.pop(group.key, None)
+        entry = self._found.pop(index if group is None else group.key, None)
         if entry is not None:
             self.absorb(entry)
         elif self.is_own(index):
             self._ready.append(index)
         return entry is not None
 
-    def _plan(self, number: int) -> PlannedGroup:
-        if number >= len(self._carried):
-            return self._planner.plan(self._stream.take())
-        return self._resume(*self._carried[number])
+    def _read(self, number: int) -> tuple[int, PlannedGroup | None]:
+        """The visit that is entered as `number`, and its group unless another shard makes it."""
+        if number < len(self._carried):
+            group = self._resume(*self._carried[number])
+        elif self.is_own(self._num_visits - 1):
+            group = self._planner.plan(self._stream.take())
+        else:
+            return self._stream.pass_by(), None
+        return group.group_index, group
+
+    @property
+    def _num_visits(self) -> int:
+        """Visits of the run up to the last one that was entered."""
+        return self._stream.start.visits + self._num_entered - len(self._carried)
 
     def _resume(self, visit: Visit, samples: Sequence[Sample]) -> PlannedGroup:
         return self._planner.resume(visit, samples) if samples else self._planner.plan(visit)
@@ -138,19 +153,24 @@ class Supply:
 
     def absorb(self, entry: Entry) -> bool:
         """A journal holds a group; whether that is news."""
-        group = self._open.get(entry.group_index)
-        if group is None or group.key != entry.key:
+        index = entry.group_index
+        if index not in self._open or not self._is_of(entry, self._open[index]):
             self._remember(entry)
             return False
-        del self._open[entry.group_index]
-        self._under_way.discard(entry.group_index)
-        if entry.keep:
-            self.entries[entry.group_index] = entry
-        elif self.is_wanted(entry.group_index):
-            self._given_up.add(entry.group_index)
-        else:
-            self._dropped[entry.group_index] = entry.key
-        return self.ledger.judge(entry.group_index, keep=entry.keep, reason=entry.reason)
+        del self._open[index]
+        self._under_way.discard(index)
+        if self.is_own(index):  # of the others' groups the verdict is enough
+            if entry.keep:
+                self.entries[index] = entry
+            elif self.is_wanted(index):
+                self._given_up.add(index)
+            else:
+                self._dropped[index] = entry.key
+        return self.ledger.judge(index, keep=entry.keep, reason=entry.reason)
+
+    def _is_of(self, entry: Entry, group: PlannedGroup | None) -> bool:
+        """Whether a journal's group is the one that stands here under its number."""
+        return self._planner.is_alike(entry.key) if group is None else group.key == entry.key
 
     def _remember(self, entry: Entry) -> None:
         """A copy of a group that is not open: not entered yet, or done already.
@@ -165,10 +185,15 @@ class Supply:
         elif self._dropped.get(index) == entry.key:
             if entry.keep:
                 self._spare[index] = entry
-        else:
-            known = self._found.get(entry.key)
+        elif self._may_enter(entry):
+            name = entry.key if self.is_own(index) else index
+            known = self._found.get(name)
             if known is None or _rank(entry) > _rank(known):
-                self._found[entry.key] = entry
+                self._found[name] = entry
+
+    def _may_enter(self, entry: Entry) -> bool:
+        """Whether its group is still to be entered, if the batch goes so far."""
+        return entry.group_index >= self._num_visits and self._planner.is_alike(entry.key)
 
     def put(self, entry: Entry) -> None:
         """Another word on a group that is done: it was graded after all, or could not be."""
@@ -211,28 +236,20 @@ class Supply:
                 self.entries[index] = self._spare[index]
             if index not in self.entries and index not in self._given_up:
                 lacking.append(index)
-        closed = {index for index in lacking if index not in self._open}
         samples = {visit.group_index: had for visit, had in self._carried}
-        for visit in self._visits(closed, close):
+        for visit in self._visits(index for index in lacking if index not in self._open):
             index = visit.group_index
             self._open[index] = self._resume(visit, samples.get(index, ()))
         return lacking
 
     def carried_visits(self, close: Close) -> list[Visit]:
         """The visits of our own groups that carry over."""
-        return self._visits(set(filter(self.is_own, close.decision.carried)), close)
+        return self._visits(filter(self.is_own, close.decision.carried))
 
-    def _visits(self, wanted: set[int], close: Close) -> list[Visit]:
+    def _visits(self, wanted: Iterable[int]) -> list[Visit]:
         """Visits of this rollout, also of groups that are done and were let go."""
-        found = {i: group.visit for i, group in self._open.items() if i in wanted}
-        found |= {v.group_index: v for v, _ in self._carried if v.group_index in wanted}
-        if wanted - found.keys():
-            again = self._stream.reopen()
-            for _ in range(close.decision.num_taken):
-                visit = again.take()
-                if visit.group_index in wanted:
-                    found[visit.group_index] = visit
-        return [found[index] for index in sorted(wanted)]
+        found = {visit.group_index: visit for visit, _ in self._carried}
+        return [found.get(i) or self._stream.visit(i) for i in sorted(wanted)]
 
 
 def _rank(entry: Entry) -> tuple[bool, bool]:

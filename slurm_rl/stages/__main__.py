@@ -28,7 +28,7 @@ from types import FrameType
 from pydantic import ValidationError
 
 from slurm_rl.config.schema import EVAL_PREFIX, Settings
-from slurm_rl.errors import ConfigError, SlurmRlError, SpaceError
+from slurm_rl.errors import ConfigError, RewardError, SlurmRlError, SpaceError, Stopped
 from slurm_rl.stages.rank import current_rank
 from slurm_rl.storage.claims import node_name
 from slurm_rl.storage.durable import publish, read_patiently, write_file
@@ -66,14 +66,6 @@ _REPEATING = {
 }
 
 
-class Stopped(BaseException):
-    """A signal told us to stop. Not an Exception: nothing but the entry may swallow it."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.number = number
-
-
 def main(arguments: list[str]) -> int:
     """Run the order; returns the exit code. Usage errors go to stderr with code 2."""
     if len(arguments) != 1:
@@ -94,7 +86,9 @@ def main(arguments: list[str]) -> int:
         log.warning("%s", stopped)
         return _leave_failure(order, stopped, code=128 + stopped.number)
     except SlurmRlError as error:
-        log.error("%s", error, exc_info=log.isEnabledFor(logging.DEBUG))
+        # What the user's code raised is one line for a person; the log has all of it.
+        users = error.__cause__ if isinstance(error, RewardError) else None
+        log.error("%s", error, exc_info=users or log.isEnabledFor(logging.DEBUG))
         return _leave_failure(order, error, code=error.exit_code)
     except Exception as error:  # the process entry: whatever it is, say it and leave
         log.exception("%s: %s", type(error).__name__, error)

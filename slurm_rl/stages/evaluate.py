@@ -133,27 +133,30 @@ class Rows:
         self._data = data
         self._tokenize = prompt_tokenizer(tokenizer, settings, chosen, place=f"eval.{name}")
         self._context_len = context_len
-        self._row = 0
+        self._num_taken = 0
         self.start = RowCursor(0)
 
     def take(self) -> Visit:
         """The next row. Raises DataError for a prompt that fills the context."""
-        prompt = self._data.read(0, self._row)
+        return self.visit(self.pass_by())
+
+    def pass_by(self) -> int:
+        self._num_taken += 1
+        return self._num_taken - 1
+
+    def visit(self, group_index: int) -> Visit:
+        prompt = self._data.read(0, group_index)
         tokens = tuple(self._tokenize(prompt))
         if self._context_len is not None and len(tokens) >= self._context_len:
             raise DataError(
-                f"{self._data.path}: row {self._row}: {len(tokens)} tokens leave no room in a"
+                f"{self._data.path}: row {group_index}: {len(tokens)} tokens leave no room in a"
                 f" context of {self._context_len}",
                 hint="take the row out, or raise rollout.rollout_max_context_len",
             )
-        self._row += 1
-        return Visit(self._row - 1, prompt, tokens)
+        return Visit(group_index, prompt, tokens)
 
     def cursor_after(self, group_index: int) -> RowCursor:
         return RowCursor(group_index + 1)
-
-    def reopen(self) -> Rows:
-        raise AssertionError("an evaluation carries nothing over")
 
 
 class RowCursor:

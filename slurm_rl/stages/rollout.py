@@ -23,9 +23,10 @@ from slurm_rl.config.derive import admission, data_overrides, is_graded_later
 from slurm_rl.config.schema import Settings
 from slurm_rl.rollout.carry import PARTIAL_NAME, Carried, read_carried, write_carried
 from slurm_rl.rollout.closing import Close, find_desk
+from slurm_rl.rollout.collecting import rare_collections
 from slurm_rl.rollout.data import Visit, open_stream, resolve
 from slurm_rl.rollout.engine import Engine, Weights
-from slurm_rl.rollout.filters import make_filter
+from slurm_rl.rollout.filters import open_filter
 from slurm_rl.rollout.groups import Planner
 from slurm_rl.rollout.ledger import Ledger, plan_rule
 from slurm_rl.rollout.metrics import RolloutMetrics
@@ -73,7 +74,7 @@ def run_rollout(order: Order, settings: Settings, *, engine: Engine | None = Non
     """
     if follow(order, settings):
         return Result(files=[])
-    with open_rollout(order, settings) as opened:
+    with rare_collections(), open_rollout(order, settings) as opened:
         floor = Floor(order, settings, opened.tokenizer)
         is_graded = not is_graded_later(settings)
         outcome, numbers = run_pipeline(floor, opened.pipeline, engine=engine, is_graded=is_graded)
@@ -87,16 +88,8 @@ def open_rollout(order: Order, settings: Settings) -> Iterator[Opened]:
     weights, tokenizer = read_model(order)
     context_len = find_context_len(settings, weights.path)
     carried = _read_carried(order, settings)
-    planner = Planner(
-        order,
-        settings,
-        weights,
-        overrides=data_overrides(settings),
-        purpose=("sample", order.iteration),
-        context_len=context_len,
-    )
     previous = order.inputs.get("previous")
-    with resolve(settings) as data:
+    with resolve(settings) as data, open_filter(settings) as keep:
         if previous is None:
             data.check()  # once in a run: a bad row is found before the first GPU hour
         stream = open_stream(
@@ -105,6 +98,15 @@ def open_rollout(order: Order, settings: Settings) -> Iterator[Opened]:
             cursor=None if previous is None else previous.content["cursor"],
             tokenizer=tokenizer,
             context_len=context_len,
+        )
+        planner = Planner(
+            order,
+            settings,
+            weights,
+            overrides=data_overrides(settings),
+            purpose=("sample", order.iteration),
+            context_len=context_len,
+            start=stream.start.as_dict(),
         )
         supply = Supply(
             carried=carried,
@@ -116,7 +118,7 @@ def open_rollout(order: Order, settings: Settings) -> Iterator[Opened]:
             num_shards=order.num_shards,
         )
         watch = plan_watch(order, settings, key=planner.made_from)
-        pipeline = Pipeline(supply, watch, keep=make_filter(settings))
+        pipeline = Pipeline(supply, watch, keep=keep)
         yield Opened(weights, tokenizer, supply, pipeline, began)
 
 

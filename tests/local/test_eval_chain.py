@@ -134,7 +134,9 @@ def test_an_outage_is_told_and_outlived(run: ToyRun) -> None:
 
     wait_until(is_deferred)
     explained = run.command("explain", str(run.root)).stdout
-    assert "waits for service judge (down since" in explained, explained
+    assert explained.count("waits for service judge (down since") == 1, explained
+    assert "no node is held meanwhile; the next look is due" in explained, explained
+    assert f"slurm-rl set {run.root} services.judge.url=URL" in explained, explained
     assert "waits for service judge" in run.command("status", str(run.root)).stdout
     set_service(run.root, is_down=False)
     out, err = watcher.communicate(timeout=100)

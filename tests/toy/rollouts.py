@@ -49,8 +49,16 @@ class Numbers:
         self._next = first
 
     def take(self) -> Visit:
-        number, self._next = self._next, self._next + 1
-        return Visit(number, Prompt(number, f"p{number}", number, {}), (number % 50, 7))
+        return self.visit(self.pass_by())
+
+    def pass_by(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+    def visit(self, group_index: int) -> Visit:
+        assert self.start.visits <= group_index < self._next
+        prompt = Prompt(group_index, f"p{group_index}", group_index, {})
+        return Visit(group_index, prompt, (group_index % 50, 7))
 
     def take_many(self, num: int) -> list[Visit]:
         return [self.take() for _ in range(num)]
@@ -58,9 +66,6 @@ class Numbers:
     def cursor_after(self, group_index: int) -> Place:
         assert group_index < self._next
         return Place(group_index + 1)
-
-    def reopen(self) -> Numbers:
-        return Numbers(self.start.visits)
 
 
 class Slow(InstantEngine):
@@ -98,6 +103,8 @@ class Shard:
     attempt: int = 1
     first: int = 0
     carried: tuple = ()
+    start: dict[str, Any] = field(default_factory=dict)
+    stream: Numbers | None = None
     weights: Weights = WEIGHTS
     keep: Any = None
     over: int | None = None
@@ -123,6 +130,7 @@ class Shard:
             self.weights,
             overrides=data_overrides(self.settings),
             purpose=("sample", 5),
+            start=self.start,
         )
         rule = plan_rule(
             batch_size=self.batch,
@@ -133,7 +141,7 @@ class Shard:
         )
         self.supply = Supply(
             carried=self.carried,
-            stream=Numbers(self.first),
+            stream=self.stream or Numbers(self.first),
             planner=planner,
             ledger=Ledger(rule, num_carried=len(self.carried)),
             group_size=self.settings.rollout.n_samples_per_prompt,

@@ -183,9 +183,9 @@ def list_files(folder: Path) -> list[Path]:
 def choose_columns(name: str, columns: list[str], keys: Keys) -> list[str]:
     """The columns that are read. Raises DataError if the prompt's or label's is not there."""
     there = dict.fromkeys(columns)
-    take_key(there, "input_key", keys.input_key, place=name, keys=keys)
+    take_key(there, "input_key", place=name, keys=keys)
     if keys.label_key is not None:
-        take_key(there, "label_key", keys.label_key, place=name, keys=keys)
+        take_key(there, "label_key", place=name, keys=keys)
     return [key for key in keys.used if key in there]
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from slurm_rl.config.derive import PROCEDURAL
 from slurm_rl.errors import DataError
 from slurm_rl.rollout.data.jsonl import name_slice
-from slurm_rl.rollout.data.rows import Keys, Prompt, choose_rows
+from slurm_rl.rollout.data.rows import Keys, Prompt, check_graded, choose_rows
 from slurm_rl.storage.digest import digest_value
 
 #: Key of a row's origin, beside the entry's own metadata, and name of the reward that reads it.
@@ -48,14 +48,17 @@ class ProceduralSource:
 
     def read(self, row: int) -> Prompt:
         index = self._rows[row]
-        entry = to_plain(make_entry(self._data, index, place=f"{self.name}: row {index}"))
+        place = f"{self.name}: row {index}"
+        entry = to_plain(make_entry(self._data, index, place=place))
         question, answer = entry["question"], entry["answer"]
         origin = {"name": self._source, "options": self._options, "index": index}
         origin |= {"question": question, "answer": answer}
         metadata = {**entry["metadata"], REWARD_NAME: origin}
         if self._is_rewarded:
             metadata["rm_type"] = REWARD_NAME
-        return Prompt(row, question, answer, metadata, self._keys.data_set)
+        prompt = Prompt(row, question, answer, metadata, self._keys.data_set, place=place)
+        check_graded(prompt, self._keys)
+        return prompt
 
     def check(self) -> None:
         """Make the first and the last row: the rest is the library's, and may take long."""

@@ -13,20 +13,18 @@ from typing import Any
 from slurm_rl.config.data_names import parse_data_name
 from slurm_rl.config.derive import data_sets
 from slurm_rl.config.rollout_schema import DataSet, EvalSet
+from slurm_rl.config.row_rules import is_made_with_reward, plan_keys
 from slurm_rl.config.schema import Settings
 from slurm_rl.rollout.data.columns import FolderSource, ParquetSource
 from slurm_rl.rollout.data.cursor import Cursor, start_cursor
 from slurm_rl.rollout.data.jsonl import JsonlSource
 from slurm_rl.rollout.data.mixture import to_shares
 from slurm_rl.rollout.data.procedural import ProceduralSource
-from slurm_rl.rollout.data.rows import Keys, Prompt, Source
+from slurm_rl.rollout.data.rows import Prompt, Source
 from slurm_rl.rollout.data.stream import Feed, Stream, plan_limit
 from slurm_rl.rollout.data.templates import Template, Tokenize, Tokenizer, make_tokenize
 from slurm_rl.seeds import derive_seed
 from slurm_rl.storage.digest import digest_value
-
-_KEYS = ("input_key", "label_key", "metadata_key", "tool_key")
-
 
 #: A data set of the rollout, or an evaluation: what may set things for itself.
 Own = DataSet | EvalSet
@@ -100,9 +98,8 @@ def resolve(settings: Settings) -> PromptData:
     parts: dict[str, DataPart] = {}
     try:
         for index, (own, share) in enumerate(zip(chosen, shares, strict=True)):
-            is_rewarded = not (_has_reward(own) or (is_single and _has_reward(rollout)))
             place = "rollout" if is_single else f"rollout.prompt_data[{index}]"
-            source = _open_source(own.name, own, settings, place=place, is_rewarded=is_rewarded)
+            source = _open_source(own.name, own, settings, place=place)
             parts[own.name] = DataPart(own, place, source, share)
     except BaseException:
         for part in parts.values():
@@ -114,8 +111,8 @@ def resolve(settings: Settings) -> PromptData:
 def resolve_eval(settings: Settings, name: str) -> PromptData:
     """The data of the evaluation `name`, opened. Raises DataError."""
     own = settings.eval[name]
-    place, is_rewarded = f"eval.{name}", not _has_reward(own)
-    source = _open_source(name, own, settings, place=place, is_rewarded=is_rewarded)
+    place = f"eval.{name}"
+    source = _open_source(name, own, settings, place=place)
     return _gather({name: DataPart(own, place, source)})
 
 
@@ -173,17 +170,12 @@ def prompt_tokenizer(
     return make_tokenize(tokenizer, template)
 
 
-def _open_source(
-    name: str, own: Own, settings: Settings, *, place: str, is_rewarded: bool
-) -> Source:
-    keys = Keys(
-        name,
-        **{key: _value(key, own, settings) for key in _KEYS},
-        places={key: _setting(key, own, place) for key in _KEYS},
-    )
+def _open_source(name: str, own: Own, settings: Settings, *, place: str) -> Source:
+    keys = plan_keys(settings, own, name=name, place=place)
     found = parse_data_name(_path(own))
     if found.kind == "procedural":
         options = {"seed": derive_seed(settings.seed, "make", name), **own.options}
+        is_rewarded = is_made_with_reward(settings, own)
         return ProceduralSource(
             found.source, found.rows, keys, options=options, is_rewarded=is_rewarded
         )
@@ -210,7 +202,3 @@ def _value(key: str, own: Own, settings: Settings) -> Any:
 
 def _setting(key: str, own: Own, place: str) -> str:
     return f"{'rollout' if getattr(own, key) is None else place}.{key}"
-
-
-def _has_reward(section: Any) -> bool:
-    return bool(section.rm_type or section.custom_rm_path or getattr(section, "rewards", ()))

@@ -74,7 +74,11 @@ class Stream:
         self._feeds = list(feeds)
         self._limit = limit
         self._schedule = Schedule([feed.share for feed in feeds])
-        self._places = [start.sets[feed.name] for feed in feeds]
+        places = [start.sets[feed.name] for feed in feeds]
+        #: Where each data set is; plain numbers, since they change with every row.
+        self._epochs = [place.epoch for place in places]
+        self._positions = [place.position for place in places]
+        self._visits = [place.visits for place in places]
         self._orders: list[tuple[int, Permutation] | None] = [None] * len(self._feeds)
         #: Of each visit since the start: its data set, and the place in it afterwards.
         self._taken = (array("L"), array("Q"), array("Q"))
@@ -82,9 +86,9 @@ class Stream:
     @property
     def cursor(self) -> Cursor:
         """The place after what was taken."""
-        places = {feed.name: place for feed, place in zip(self._feeds, self._places, strict=True)}
-        visits = sum(place.visits for place in self._places)
-        return Cursor(visits, places, self.start.data_fingerprint)
+        places = map(Place, self._epochs, self._positions, self._visits)
+        sets = {feed.name: place for feed, place in zip(self._feeds, places, strict=True)}
+        return Cursor(sum(self._visits), sets, self.start.data_fingerprint)
 
     def __iter__(self) -> Iterator[Visit]:
         while True:  # the data begins again when it ends
@@ -92,52 +96,80 @@ class Stream:
 
     def take(self) -> Visit:
         """The next visit. Raises DataError if a whole epoch of its data set is too long."""
-        counts = [place.visits for place in self._places]
-        index = self._schedule.pick(counts)
+        index = self._schedule.pick(self._visits)
         feed = self._feeds[index]
         # So many in a row hold a whole epoch, wherever they begin.
         for _ in range(2 * feed.source.num_rows - 1):
-            prompt = feed.source.read(self._next_row(index))
+            prompt = feed.source.read(self._row(index, *self._next_place(index)))
             tokens = feed.tokenize(prompt)
             if self._limit.max_tokens is None or len(tokens) <= self._limit.max_tokens:
-                return self._enter(index, Visit(sum(counts), prompt, tuple(tokens)))
+                return Visit(self._enter(index), prompt, tuple(tokens))
             self.num_skipped += 1
         raise DataError(f"{feed.source.name}: every prompt {self._limit.rule}")
+
+    def pass_by(self) -> int:
+        """Take the next visit without opening it (`visit` does); its number.
+
+        Where prompts have a limit it has to be read all the same: it may be one to skip.
+        """
+        if self._limit.max_tokens is not None:
+            return self.take().group_index
+        index = self._schedule.pick(self._visits)
+        self._next_place(index)
+        return self._enter(index)
+
+    def visit(self, group_index: int) -> Visit:
+        """A visit that was taken, once more."""
+        num = group_index - self.start.visits
+        if not 0 <= num < len(self._taken[0]):
+            raise IndexError(group_index)
+        index, epoch, after = (column[num] for column in self._taken)
+        feed = self._feeds[index]
+        if after == 0:
+            epoch, after = epoch - 1, feed.source.num_rows
+        prompt = feed.source.read(self._row(index, epoch, after - 1))
+        return Visit(group_index, prompt, tuple(feed.tokenize(prompt)))
 
     def cursor_after(self, group_index: int) -> Cursor:
         """The cursor just after a visit that this stream gave; before the first one, its start."""
         num = group_index + 1 - self.start.visits
         if not 0 <= num <= len(self._taken[0]):
             raise IndexError(group_index)
-        places = [self.start.sets[feed.name] for feed in self._feeds]
-        for index, epoch, position in zip(*(column[:num] for column in self._taken), strict=True):
-            places[index] = Place(epoch, position, places[index].visits + 1)
-        sets = {feed.name: place for feed, place in zip(self._feeds, places, strict=True)}
+        chosen, epochs, positions = (column[:num] for column in self._taken)
+        sets = dict(self.start.sets)
+        for index, feed in enumerate(self._feeds):
+            if count := chosen.count(index):
+                last = next(k for k in reversed(range(num)) if chosen[k] == index)
+                sets[feed.name] = Place(
+                    epochs[last], positions[last], sets[feed.name].visits + count
+                )
         return Cursor(group_index + 1, sets, self.start.data_fingerprint)
 
-    def reopen(self) -> Stream:
-        """A stream of its own that gives the same visits again."""
-        return Stream(self._feeds, self.start, limit=self._limit)
+    def _row(self, index: int, epoch: int, position: int) -> int:
+        """The row at a place of a data set."""
+        feed = self._feeds[index]
+        if feed.seed is None:
+            return position
+        order = self._orders[index]
+        if order is None or order[0] != epoch:
+            made = permutation(feed.source.num_rows, seed=feed.seed, epoch=epoch)
+            order = self._orders[index] = (epoch, made)
+        return order[1][position]
 
-    def _next_row(self, index: int) -> int:
-        """The row at a data set's place, which moves on by one."""
-        place, feed = self._places[index], self._feeds[index]
-        row, num_rows = place.position, feed.source.num_rows
-        if feed.seed is not None:
-            order = self._orders[index]
-            if order is None or order[0] != place.epoch:
-                made = permutation(num_rows, seed=feed.seed, epoch=place.epoch)
-                order = self._orders[index] = (place.epoch, made)
-            row = order[1][place.position]
-        if place.position + 1 < num_rows:
-            self._places[index] = Place(place.epoch, place.position + 1, place.visits)
-        else:
-            self._places[index] = Place(place.epoch + 1, 0, place.visits)
-        return row
+    def _next_place(self, index: int) -> tuple[int, int]:
+        """Epoch and position of a data set's next row; its place moves on by one."""
+        epoch, position = self._epochs[index], self._positions[index]
+        is_last = position + 1 == self._feeds[index].source.num_rows
+        self._epochs[index] = epoch + is_last
+        self._positions[index] = 0 if is_last else position + 1
+        return epoch, position
 
-    def _enter(self, index: int, visit: Visit) -> Visit:
-        place = self._places[index]
-        self._places[index] = Place(place.epoch, place.position, place.visits + 1)
-        for column, value in zip(self._taken, (index, place.epoch, place.position), strict=True):
-            column.append(value)
-        return visit
+    def _enter(self, index: int) -> int:
+        """Count a visit of a data set as taken; its number."""
+        chosen, epochs, positions = self._taken
+        number = self.start.visits + len(chosen)
+        self._visits[index] += 1
+        chosen.append(index)
+        epochs.append(self._epochs[index])
+        positions.append(self._positions[index])
+        return number

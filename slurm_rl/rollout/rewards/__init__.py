@@ -13,10 +13,10 @@ from slurm_rl.rollout.rewards.functions import (
     RewardFunction,
     describe,
     find_reward,
-    import_function,
 )
 from slurm_rl.rollout.rewards.grader import Graded, Grader
 from slurm_rl.rollout.rewards.plan import find_rewards
+from slurm_rl.rollout.user_imports import import_function
 
 __all__ = [
     "BUILT_IN",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from slurm_rl.config.row_rules import LABEL_PLACE
 from slurm_rl.errors import RewardError
 from slurm_rl.rollout.rewards.means import Means
+from slurm_rl.rollout.rewards.texts import check_label
 from slurm_rl.rollout.samples import Sample
 
 _NUMBER = r"(-?\d+(?:\.\d+)?)"
@@ -72,7 +74,10 @@ async def judge(means: Means, args: Any, sample: Sample) -> float:
     finds nothing (unset: that is a failure).
     """
     options = args.reward_options
-    text = _fill(options.get("template", _JUDGE_TEMPLATE), sample)
+    template = options.get("template", _JUDGE_TEMPLATE)
+    if LABEL_PLACE in template:
+        check_label(sample, "judge")
+    text = _fill(template, sample)
     payload = {
         "model": "default",
         "messages": [{"role": "user", "content": text}],
@@ -93,7 +98,7 @@ async def judge(means: Means, args: Any, sample: Sample) -> float:
             return float(options["unreadable"])
         raise RewardError(
             f"judge: no number by {pattern!r} in its answer {said[-80:]!r}",
-            hint="mend `template` or `pattern` in the options of rewards, or set `unreadable` there",
+            hint="mend `template` or `pattern` in the options of rewards, or set unreadable",
         ) from None
 
 

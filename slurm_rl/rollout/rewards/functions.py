@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import numbers
-import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +12,13 @@ from slurm_rl.errors import ConfigError, RewardError
 from slurm_rl.rollout.rewards import asking, mathematics, programs, texts
 from slurm_rl.rollout.rewards.means import Means
 from slurm_rl.rollout.samples import Sample
+from slurm_rl.rollout.user_errors import name_function, show_value
+from slurm_rl.rollout.user_imports import import_function
 
-#: The user's: `(args, sample)`, or with group_rm `(args, samples)`; may be a coroutine function.
 #: The largest float32.
 _LARGEST = 3.4028234e38
 
+#: The user's: `(args, sample)`, or with group_rm `(args, samples)`; may be a coroutine function.
 RewardFunction = Callable[..., Any]
 
 
@@ -91,48 +90,34 @@ def find_built_in(name: Any) -> BuiltIn:
     return entry
 
 
-def import_function(dotted: str, *, field: str) -> Callable[..., Any]:
-    """The function at `package.module.name`; errors say which part is wrong.
-
-    A module that fails while it is imported is the user's code failing: RewardError.
-    """
-    module_name, _, name = dotted.rpartition(".")
-    if not module_name:
-        raise ConfigError(f"{field} = {dotted!r} has no module", hint="write module.function")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise RewardError(
-            f"{field} = {dotted!r}: no module named {error.name!r}",
-            hint="add the folder that holds it to `code`, or install it for this stage",
-        ) from error
-    except (Exception, SystemExit) as error:  # the user's code, at import
-        raise RewardError(
-            f"{field} = {dotted!r}: importing {module_name} raised"
-            f" {type(error).__name__}: {error}{failed_at(error)}"
-        ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise RewardError(f"{field} = {dotted!r}: {module.__file__} has no function {name!r}")
-    return function  # type: ignore[no-any-return]
-
-
 def check_reward(value: Any, *, function: BuiltIn | RewardFunction, prompt: Any) -> float:
     """`value` as a finite float; RewardError saying who returned what for which prompt."""
     hint = "return a finite float"
-    if not isinstance(value, numbers.Real):
+    number = as_number(value)
+    if number is None:
         problem = f"a {type(value).__name__}, not a number"
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             hint = "name the entry to train on as rollout.reward_key"
-    elif not is_storable(value):
-        problem = str(value)[:40]
+    elif not is_storable(number):
+        problem = str(number)[:40]
         hint = "return a finite float of single precision"
     else:
-        return float(value)
+        return float(number)
     raise RewardError(
         f"reward {describe(function)} returned {problem} for the prompt {shorten(prompt)}",
         hint=hint,
     )
+
+
+def as_number(value: Any) -> numbers.Real | None:
+    """The value if it is a real number; what an array or a tensor without axes holds, too.
+
+    NumPy's bool is such a one, and no number to Python.
+    """
+    if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == ():
+        item = getattr(value, "item", None)
+        value = item() if callable(item) else value
+    return value if isinstance(value, numbers.Real) else None
 
 
 def is_storable(value: Any) -> bool:
@@ -144,21 +129,10 @@ def is_storable(value: Any) -> bool:
 
 
 def describe(function: Callable[..., Any] | BuiltIn) -> str:
-    """`name (file:line)`, for a person to click on."""
-    if isinstance(function, BuiltIn):
-        return function.name
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    name = getattr(function, "__qualname__", type(function).__name__)
-    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
-
-
-def failed_at(error: BaseException) -> str:
-    """` at file:line` of the innermost frame."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    """`name (file:line)`, for a person to click on; of a built-in its name."""
+    return function.name if isinstance(function, BuiltIn) else name_function(function)
 
 
 def shorten(prompt: Any) -> str:
     """The prompt's beginning."""
-    text = repr(prompt)
-    return text if len(text) <= 60 else text[:57] + "…"
+    return show_value(prompt)

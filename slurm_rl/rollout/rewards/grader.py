@@ -18,7 +18,7 @@ from slurm_rl.config.schema import Settings
 from slurm_rl.errors import EngineError, RewardError
 from slurm_rl.rollout.rewards.functions import BuiltIn, describe, shorten
 from slurm_rl.rollout.rewards.means import SCORE, Means
-from slurm_rl.rollout.rewards.parts import Part, finish, make_part
+from slurm_rl.rollout.rewards.parts import Part, finish, hand_over, make_part, take_back
 from slurm_rl.rollout.rewards.plan import Plans, Term
 from slurm_rl.rollout.rewards.running import UNTRIED, UserCode
 from slurm_rl.rollout.rewards.served import ServedTokenizer
@@ -170,22 +170,23 @@ class Grader:
             return await _together(self._retry(call) for call in calls)
         if self._settings.rollout.group_rm:
             return await self._retry(partial(self._call_group, term, samples))
+        given = [hand_over(sample) for sample in samples]
         values = await self._call_user(
             function,
-            [(term.args, sample) for sample in samples],
+            [(term.args, copied) for copied in given],
             prompts=[sample.prompt for sample in samples],
         )
         return [
-            await self._settle(value, term, sample)
-            for value, sample in zip(values, samples, strict=True)
+            await self._settle(value, term, copied, sample)
+            for value, copied, sample in zip(values, given, samples, strict=True)
         ]
 
-    async def _settle(self, value: Any, term: Term, sample: Sample) -> Part:
+    async def _settle(self, value: Any, term: Term, given: Sample, sample: Sample) -> Part:
         """A part from the first try of the user's reward, or from later ones."""
         tried = 0
         if value is not UNTRIED:
             try:
-                return _part_of(value, term, sample)
+                return _part_of(value, term, given, sample)
             except RewardError as error:
                 await self._count(error, tried := 1)
         return await self._retry(partial(self._call_one, term, sample), tried=tried)
@@ -215,10 +216,11 @@ class Grader:
         return make_part(value, term, prompt=sample.prompt)
 
     async def _call_one(self, term: Term, sample: Sample) -> Part:
+        given = hand_over(sample)
         (value,) = await self._call_user(
-            term.function, [(term.args, sample)], prompts=[sample.prompt]
+            term.function, [(term.args, given)], prompts=[sample.prompt]
         )
-        return _part_of(value, term, sample)
+        return _part_of(value, term, given, sample)
 
     async def _call_user(
         self, function: Any, calls: list[tuple[Any, Any]], *, prompts: list[Any]
@@ -234,11 +236,14 @@ class Grader:
     async def _call_group(self, term: Term, samples: Sequence[Sample]) -> list[Part]:
         """The user's reward of the whole group, once."""
         prompt = samples[0].prompt
+        given = [hand_over(sample) for sample in samples]
         (values,) = await self._call_user(
-            term.function, [(term.args, list(samples))], prompts=[prompt]
+            term.function, [(term.args, list(given))], prompts=[prompt]
         )
         if isinstance(values, RewardError):
             raise values
+        if len(getattr(values, "shape", ())) == 1 and callable(getattr(values, "tolist", None)):
+            values = values.tolist()  # an array, or a tensor
         length = len(values) if isinstance(values, (list, tuple)) else None
         if length != len(samples):
             found = f"a {type(values).__name__}" if length is None else f"{length} rewards"
@@ -248,15 +253,15 @@ class Grader:
                 hint="with group_rm return a list with one reward for each sample",
             )
         return [
-            make_part(value, term, prompt=sample.prompt)
-            for value, sample in zip(values, samples, strict=True)
+            take_back(value, term, copied, sample=sample)
+            for value, copied, sample in zip(values, given, samples, strict=True)
         ]
 
 
-def _part_of(value: Any, term: Term, sample: Sample) -> Part:
+def _part_of(value: Any, term: Term, given: Sample, sample: Sample) -> Part:
     if isinstance(value, RewardError):
         raise value
-    return make_part(value, term, prompt=sample.prompt)
+    return take_back(value, term, given, sample=sample)
 
 
 def _quick(term: Term, sample: Sample) -> Part:

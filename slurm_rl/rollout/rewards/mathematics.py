@@ -12,7 +12,13 @@ from typing import Any
 
 from slurm_rl.errors import RewardError
 from slurm_rl.rollout.rewards.means import Means
-from slurm_rl.rollout.rewards.texts import after_thinking, last_boxed, tagged_answer, think_answer
+from slurm_rl.rollout.rewards.texts import (
+    after_thinking,
+    check_label,
+    last_boxed,
+    tagged_answer,
+    think_answer,
+)
 from slurm_rl.rollout.rewards.workers import WorkerDied, WorkerHung
 from slurm_rl.rollout.samples import Sample
 
@@ -28,12 +34,14 @@ async def math_reward(means: Means, args: Any, sample: Sample) -> float:
     The answer is the last boxed one after the thinking, else what the library finds in there. The
     label may be a list, of which any will do; plain, in dollars or boxed.
     """
+    check_label(sample, "math")
     text = after_thinking(sample.response)
     return await _compare(means, sample, answer=last_boxed(text), text=text)
 
 
 async def deepscaler(means: Means, args: Any, sample: Sample) -> float:
     """1 if the boxed answer after the thinking is the label; 0 without thinking or box."""
+    check_label(sample, "deepscaler")
     _, mark, text = sample.response.rpartition("</think>")
     answer = last_boxed(text) if mark else None
     return 0.0 if answer is None else await _compare(means, sample, answer=answer, text=text)
@@ -73,10 +81,6 @@ async def reasoning_gym(means: Means, args: Any, sample: Sample) -> float:
 async def _compare(means: Means, sample: Sample, *, answer: str | None, text: str) -> float:
     labels = sample.label if isinstance(sample.label, list) else [sample.label]
     labels = [str(label).strip() for label in labels if label is not None and str(label).strip()]
-    if not labels:
-        raise RewardError(
-            "math: the sample has no label to compare with", hint="set rollout.label_key"
-        )
     labels = [last_boxed(label) or label for label in labels]
     if answer is not None and answer.strip() in labels:
         return 1.0

@@ -10,8 +10,9 @@ from typing import Any
 from slurm_rl.config.derive import data_sets
 from slurm_rl.config.reward_checks import name_of
 from slurm_rl.config.rollout_schema import Overlong, Overrides, Reward, Rollout
+from slurm_rl.config.row_rules import RowFault, check_reward_name
 from slurm_rl.config.schema import Settings
-from slurm_rl.errors import RewardError
+from slurm_rl.errors import DataError, RewardError
 from slurm_rl.rollout.rewards.functions import BuiltIn, RewardFunction, find_built_in, find_reward
 
 
@@ -74,12 +75,20 @@ class Plans:
             yield from plan.terms
 
     def choose(self, data_set: str, rm_type: Any) -> Plan:
-        """The plan for a sample. rm_type: what its metadata says, or None. Raises ConfigError."""
+        """The plan for a sample. rm_type: what its metadata says, or None. Raises DataError.
+
+        Rows are looked at when they are read: this is for what the user's code put there.
+        """
         plan = self._by_set.get(data_set, self._default)
         if rm_type is None:
             return plan
         key = (data_set, str(rm_type))
         if key not in self._by_name:
+            try:
+                check_reward_name(rm_type)
+            except RowFault as fault:
+                rule = f"a sample of the data set {data_set!r}: {fault.rule}"
+                raise DataError(rule, hint=fault.fix) from fault
             term = self._term(find_built_in(rm_type), str(rm_type))
             self._by_name[key] = Plan((term,), False, plan.limit, plan.overlong)
         return self._by_name[key]

@@ -19,7 +19,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from slurm_rl.errors import RewardError
-from slurm_rl.rollout.rewards.functions import describe, failed_at, shorten
+from slurm_rl.rollout.rewards.functions import describe, shorten
+from slurm_rl.rollout.user_errors import say_error
 
 #: In place of a value: the call was not made, since one before it never came back.
 UNTRIED = object()
@@ -28,12 +29,14 @@ _PING_S = 1.0
 
 
 class UserCode:
-    """Calls functions of the user's. Made on, and used from, one running event loop.
+    """Calls functions of the user's. Used from one running event loop.
 
-    passes: exceptions of ours that go through the user's code and come out as they are.
+    what:   what they are called in an error. passes: exceptions of ours that go through the user's
+            code and come out as they are.
     """
 
-    def __init__(self, *, passes: tuple[type[Exception], ...] = ()) -> None:
+    def __init__(self, *, what: str = "reward", passes: tuple[type[Exception], ...] = ()) -> None:
+        self._what = what
         self._passes = passes
         self._jobs: queue.SimpleQueue[_Job | None] | None = None
         self._turn = asyncio.Lock()
@@ -91,7 +94,7 @@ class UserCode:
         """A value as it is, a problem as a RewardError; ours go through."""
         if isinstance(outcome, _TookTooLong):
             return RewardError(
-                f"reward {describe(function)} took longer than {timeout_s:g} s"
+                f"{self._what} {describe(function)} took longer than {timeout_s:g} s"
                 f" for the prompt {shorten(prompt)}",
                 hint="mend it, or raise rollout.reward_timeout_s",
             )
@@ -100,8 +103,8 @@ class UserCode:
         if isinstance(outcome.error, self._passes):
             raise outcome.error
         error = RewardError(
-            f"reward {describe(function)} raised {type(outcome.error).__name__}: {outcome.error}"
-            f"{failed_at(outcome.error)} for the prompt {shorten(prompt)}"
+            f"{self._what} {describe(function)} raised {say_error(outcome.error)}"
+            f" for the prompt {shorten(prompt)}"
         )
         error.__cause__ = outcome.error
         return error

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
+from slurm_rl.config.row_rules import lacks_label
 from slurm_rl.errors import RewardError
 from slurm_rl.rollout.samples import Sample
 from slurm_rl.seeds import derive_seed
@@ -48,7 +49,7 @@ _LETTER_ALONE = re.compile(r"(?<![A-Za-z'’])([A-Z])(?![A-Za-z'’])")
 
 def exact_match(args: Any, sample: Sample) -> float:
     """1 if the response is the label, apart from white space around it."""
-    return float(sample.response.strip() == str(sample.label).strip())
+    return float(sample.response.strip() == label_of(sample, "exact_match").strip())
 
 
 def prefix_match(args: Any, sample: Sample) -> float:
@@ -56,7 +57,7 @@ def prefix_match(args: Any, sample: Sample) -> float:
 
     Denominator: the longer of the two, so that going on past the label costs as well.
     """
-    response, label = sample.response.strip(), str(sample.label).strip()
+    response, label = sample.response.strip(), label_of(sample, "prefix_match").strip()
     num_right = 0
     for ours, wanted in zip(response, label, strict=False):
         if ours != wanted:
@@ -68,14 +69,15 @@ def prefix_match(args: Any, sample: Sample) -> float:
 def f1(args: Any, sample: Sample) -> float:
     """F1 of the words of the response against the label's, each counted as often as it is there."""
     ours = Counter(_WORD.findall(sample.response.lower()))
-    wanted = Counter(_WORD.findall(str(sample.label).lower()))
+    wanted = Counter(_WORD.findall(label_of(sample, "f1").lower()))
     num_shared = (ours & wanted).total()
     return 2 * num_shared / max(ours.total() + wanted.total(), 1)
 
 
 def last_number(args: Any, sample: Sample) -> float:
     """1 if the last number in the response equals the last one in the label (GSM8K's rule)."""
-    ours, wanted = (_NUMBER.findall(text) for text in (sample.response, str(sample.label)))
+    label = label_of(sample, "gsm8k")
+    ours, wanted = (_NUMBER.findall(text) for text in (sample.response, label))
     return float(bool(ours and wanted) and _value(ours[-1]) == _value(wanted[-1]))
 
 
@@ -89,10 +91,11 @@ def dapo(args: Any, sample: Sample) -> float:
 
     Numbers are compared as numbers, else the texts without LaTeX's wrappings and units.
     """
+    label = label_of(sample, "dapo")
     found = _DAPO_ANSWER.findall(sample.response[-_DAPO_CHARACTERS:])
     if not found:
         return -1.0
-    return 1.0 if _plain(found[-1]) == _plain(str(sample.label)) else -1.0
+    return 1.0 if _plain(found[-1]) == _plain(label) else -1.0
 
 
 def multiple_choice(args: Any, sample: Sample) -> float:
@@ -126,6 +129,21 @@ def think_answer(args: Any, sample: Sample) -> float:
     between = text[places[1] + len("</think>") : places[2]]
     is_whole = text.startswith("<think>") and text.endswith("</answer>")
     return float(is_whole and places == sorted(places) and not between.strip())
+
+
+def check_label(sample: Sample, name: str) -> None:
+    """Raises RewardError where the reward `name` would compare with nothing."""
+    if lacks_label(name, sample.label, sample.metadata):
+        raise RewardError(
+            f"reward {name}: the sample has no label to compare with",
+            hint="set rollout.label_key, and give each row a label",
+        )
+
+
+def label_of(sample: Sample, name: str) -> str:
+    """The label as text. Raises RewardError if there is none, so that it is never `None`."""
+    check_label(sample, name)
+    return str(sample.label)
 
 
 def after_thinking(text: str) -> str:
@@ -220,7 +238,10 @@ def _choices(value: Any) -> dict[str, str]:
 
 
 def _right_letter(sample: Sample, choices: dict[str, str], letters: str) -> str:
-    label = sample.metadata.get("correct_letter", sample.label)
+    label = sample.metadata.get("correct_letter")
+    if label is None:
+        check_label(sample, "multiple_choice")
+        label = sample.label
     is_place = isinstance(label, numbers.Integral) and not isinstance(label, bool)
     if is_place and 0 <= int(label) < len(letters):
         return letters[int(label)]

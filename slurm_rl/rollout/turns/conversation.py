@@ -109,10 +109,17 @@ class Conversation:
 
     def cut_off(self) -> Sample:
         """What is left of a conversation that the engine cut off: its place. It starts again."""
+        return self._without_answer("aborted")
+
+    def given_up(self) -> Sample:
+        """What is left of a conversation of a group that is dropped, since its code failed."""
+        return self._without_answer("failed")
+
+    def _without_answer(self, status: str) -> Sample:
         return self.sample(
             prompt_tokens=self.prompt_tokens,
             response_tokens=(),
             rollout_logprobs=(),
             loss_mask=(),
-            status="aborted",
+            status=status,
         )

@@ -18,12 +18,14 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 from slurm_rl.errors import RewardError
+from slurm_rl.rollout.plain_json import NotPlain, copy_object, copy_plain
 from slurm_rl.rollout.rewards import describe, import_function
 from slurm_rl.rollout.samples import STATUSES, Sample
 from slurm_rl.rollout.turns.conversation import Conversation
 from slurm_rl.rollout.turns.session import ConversationCut
 from slurm_rl.rollout.turns.transcript import Transcript
 from slurm_rl.rollout.turns.user_code import call_user
+from slurm_rl.rollout.user_errors import say_error, show_value
 
 _FIELD = "rollout.custom_generate_function_path"
 
@@ -141,6 +143,14 @@ def _take_back(value: Any, conversation: Conversation, function: Function) -> Sa
         fields = _read(value, conversation)
     except _Refused as refused:
         raise _refuse(function, f"a sample {refused.problem}", refused.rule) from None
+    except NotPlain as problem:
+        rule = "put texts, finite numbers, lists and objects there"
+        raise _refuse(function, f"a sample whose {problem.where} {problem.why}", rule) from None
+    except Exception as error:  # attributes of other types than they should have
+        rule = "give lists of numbers, as CustomSample says"
+        raise _refuse(
+            function, f"a sample that cannot be read: {say_error(error)}", rule
+        ) from error
     return conversation.sample(**fields)
 
 
@@ -154,14 +164,17 @@ def _read(value: Any, conversation: Conversation) -> dict[str, Any]:
     status = getattr(value.status, "value", value.status)
     if status not in STATUSES:
         rule = f"set sample.status to one of {', '.join(STATUSES)}"
-        raise _Refused(f"whose status is {status!r}", rule)
+        raise _Refused(f"whose status is {show_value(status)}", rule)
     tokens, length = _read_tokens(value, conversation, may_be_empty=status in _UNFINISHED)
     mask = _read_mask(value, length)
     logprobs = _read_logprobs(value, mask)
     prompt_tokens, response_tokens = tokens[: len(tokens) - length], tokens[len(tokens) - length :]
     kept = _fit(len(prompt_tokens), mask, conversation)
     reward, rewards = _read_reward(value.reward, conversation.settings.rollout.reward_key)
-    text = value.response if kept == length else ""
+    text = copy_plain(value.response, name="response") if kept == length else ""
+    if text is not None and not isinstance(text, str):
+        problem = f"whose response is of type {type(value.response).__name__}"
+        raise _Refused(problem, "it is a text; leave it empty to have it decoded")
     return {
         "prompt_tokens": tuple(prompt_tokens),
         "response_tokens": tuple(response_tokens[:kept]),
@@ -169,9 +182,9 @@ def _read(value: Any, conversation: Conversation) -> dict[str, Any]:
         "loss_mask": tuple(mask[:kept]),
         "response": text
         or conversation.tokenizer.decode(response_tokens[:kept], skip_special_tokens=True),
-        "prompt": value.prompt,
-        "label": value.label,
-        "metadata": dict(value.metadata or {}),
+        "prompt": copy_plain(value.prompt, name="prompt"),
+        "label": copy_plain(value.label, name="label"),
+        "metadata": copy_object(value.metadata or {}, name="metadata"),
         "status": status if kept == length else "truncated",
         "reward": reward,
         "rewards": rewards,
@@ -189,7 +202,7 @@ def _read_tokens(
     top = conversation.session.limits.vocabulary
     wrong = [t for t in tokens if not isinstance(t, int) or not 0 <= t < top]
     if wrong:
-        raise _Refused(f"with the token {wrong[0]!r}", f"tokens are ids below {top}")
+        raise _Refused(f"with the token {show_value(wrong[0])}", f"tokens are ids below {top}")
     if not isinstance(length, int) or not 0 <= length < len(tokens):
         rule = "sample.tokens holds the prompt, then response_length tokens of the response"
         raise _Refused(f"of {len(tokens)} tokens and response_length {length!r}", rule)
@@ -227,7 +240,7 @@ def _read_logprobs(value: Any, mask: Sequence[int]) -> list[float]:
     for logprob, is_trained in zip(given, mask, strict=True):
         if is_trained and not (_is_finite(logprob) and logprob <= 1e-6):
             rule = "give those that session.generate returned"
-            raise _Refused(f"with the log-prob {logprob!r} of a trained token", rule)
+            raise _Refused(f"with the log-prob {show_value(logprob)} of a trained token", rule)
     return [float(x) if m else 0.0 for x, m in zip(given, mask, strict=True)]
 
 
@@ -254,8 +267,10 @@ def _read_reward(value: Any, key: str | None) -> tuple[float | None, dict[str, f
         raise _Refused("whose reward is an object", "name its entry as rollout.reward_key")
     for part in (number, *parts.values()):
         if not _is_finite(part):
-            raise _Refused(f"with the reward {value!r}", "a reward is a finite number, or None")
-    return float(number), {name: float(part) for name, part in parts.items()}  # type: ignore[arg-type]
+            raise _Refused(
+                f"with the reward {show_value(value)}", "a reward is a finite number, or None"
+            )
+    return float(number), {str(name): float(part) for name, part in parts.items()}  # type: ignore[arg-type]
 
 
 def _is_finite(value: Any) -> bool:

@@ -1,12 +1,14 @@
 """From a planned group to its samples in several turns, whichever way the settings name.
 
 Conversations of a group run at the same time; nothing of one depends on another. The first that
-fails ends the others.
+fails ends the others: it is the user's code that fails, and `on_reward_error` says what becomes of
+the group. It is not tried again: the same seeds would say the same.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 from slurm_rl.config.derive import data_sets
 from slurm_rl.config.rollout_schema import Overrides
 from slurm_rl.config.schema import Settings
+from slurm_rl.errors import RewardError
 from slurm_rl.rollout.engine import Engine, Weights
+from slurm_rl.rollout.grading import GivenUp
 from slurm_rl.rollout.samples import Sample
 from slurm_rl.rollout.turns.conversation import Conversation
 from slurm_rl.rollout.turns.custom import find_function, run_custom
@@ -29,6 +33,8 @@ from slurm_rl.rollout.turns.tools import RunPython, Tool, find_tools
 
 if TYPE_CHECKING:
     from slurm_rl.rollout.groups import PlannedGroup
+
+log = logging.getLogger(__name__)
 
 Converse = Callable[[Conversation], Awaitable[list[Sample]]]
 Generate = Callable[["PlannedGroup"], Awaitable[list[Sample]]]
@@ -117,7 +123,16 @@ class _Generator:
 
     async def __call__(self, group: PlannedGroup) -> list[Sample]:
         numbers = range(len(group.request.seeds))
-        conversations = await run_together(self._run_one(group, k) for k in numbers)
+        try:
+            conversations = await run_together(self._run_one(group, k) for k in numbers)
+        except RewardError as error:
+            if self._settings.rollout.on_reward_error == "halt":
+                raise
+            log.warning("a group is dropped: %s", error.message)
+            left = (self._open(group, k).given_up() for k in numbers)
+            return GivenUp(
+                (replace(sample, sample_index=i) for i, sample in enumerate(left)), error=error
+            )
         samples = [sample for samples in conversations for sample in samples]
         return [replace(sample, sample_index=i) for i, sample in enumerate(samples)]
 

@@ -7,24 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import sysconfig
 import threading
-import traceback
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
-from slurm_rl.errors import RewardError, SlurmRlError
-from slurm_rl.rollout.rewards import describe
+from slurm_rl.errors import RewardError, SlurmRlError, Stopped
 from slurm_rl.rollout.turns.session import ConversationCut
+from slurm_rl.rollout.user_errors import name_function, say_error
 
 T = TypeVar("T")
-
-#: Where code lies that is not the user's: this package, Python's own, what is installed.
-_LIBRARIES = (
-    str(Path(__file__).parents[2]),
-    *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-)
 
 
 async def call_user(
@@ -39,16 +30,23 @@ async def call_user(
     passes: what the caller wants to see as it is.
     """
     untouched: tuple[type[BaseException], ...]
-    untouched = (asyncio.CancelledError, SlurmRlError, ConversationCut, *passes)
+    untouched = (SlurmRlError, Stopped, ConversationCut, *passes)
     try:
         value = function(*args, **kwargs)
         return await value if inspect.isawaitable(value) else value
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # The user's own: it would end the rollout without a word.
+        raise RewardError(
+            f"{field}: {name_function(function)} raised {say_error(error)}"
+        ) from error
     except untouched:
         raise
     except BaseException as error:  # the user's code, `sys.exit` too
         raise RewardError(
-            f"{field}: {describe(function)} raised {type(error).__name__}:"
-            f" {_one_line(error)}{_raised_at(error)}"
+            f"{field}: {name_function(function)} raised {say_error(error)}"
         ) from error
 
 
@@ -101,15 +99,3 @@ def _teller(
             future.set_exception(error)
 
     return tell
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
-
-
-def _raised_at(error: BaseException) -> str:
-    """The deepest line that is neither ours nor a library's, else the deepest of all."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
-    at = (own or frames)[-1:]
-    return f" at {at[0].filename}:{at[0].lineno}" if at else ""

@@ -390,6 +390,7 @@ def summarize(yard: Yard) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_killed_before_any_change_the_next_pass_goes_on(folder: Path) -> None:
     """Two passes do it all; each is killed before each of its changes in turn."""
     yard = make_rich_yard(folder / "whole")

@@ -16,6 +16,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slurm_rl.cli.eval import evaluate
 from slurm_rl.cli.samples import (
     Wanted,
     choose,
@@ -26,20 +27,24 @@ from slurm_rl.cli.samples import (
     show_samples,
     visible,
 )
+from slurm_rl.cli.shell import find_stage
 from slurm_rl.cli.submit import make_run
 from slurm_rl.config.derive import settings_digest
 from slurm_rl.config.load import load_config
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import ConfigError, CorruptError, NoRunError, NothingDone, PrunedError
+from slurm_rl.launch.build import open_run
+from slurm_rl.launch.shell import find_inputs
 from slurm_rl.rollout.dumps import read_dump
 from slurm_rl.rollout.listing import Listing, as_entry, open_listing, spans
 from slurm_rl.rollout.samples import Sample, read_samples, write_samples
 from slurm_rl.rollout.scores import Score, write_scores
 from slurm_rl.storage.claims import attempt_dir, try_claim
 from slurm_rl.storage.commits import make_content, publish_commit, read_commit
+from slurm_rl.storage.control import read_control
 from slurm_rl.storage.durable import seal_files
 from slurm_rl.storage.tombstones import Pruned, publish_pruned
-from slurm_rl.types import Claim, Result, Slot
+from slurm_rl.types import Claim, Result, Slot, StageRef
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -379,7 +384,7 @@ def test_an_export_says_what_it_wrote(
     assert len(read_dump(path)) == 6
     with pytest.raises(ConfigError, match=r"must end in \.jsonl or \.parquet"):
         committed.show(capsys, export=tmp_path / "out.csv")
-    with pytest.raises(NoRunError, match="--sort 'length_' is not one of"):
+    with pytest.raises(ConfigError, match="--sort 'length_' is not one of"):
         committed.show(capsys, wanted=Wanted(sort="length_"))
 
 
@@ -391,3 +396,75 @@ def test_an_empty_batch_is_shown_as_that(
         committed.show(capsys).strip() == "i0000.rollout: 0 samples in 0 groups, weights version 3"
     )
     assert math.isnan(open_listing([]).summarize(0).mean)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "problem"),
+    [
+        (Wanted(group=9), "--group 9; there are 4 groups from 0 to 3"),
+        (Wanted(data_set="od"), "--data-set od; there are data-set even, odd"),
+        (Wanted(status="failed"), "--status failed; there are status completed, truncated"),
+        (Wanted(group=2, data_set="odd"), "--group 2 --data-set odd; there are 4 groups"),
+    ],
+)
+def test_nothing_found_says_so(
+    committed: Committed, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    wanted: Wanted, problem: str,
+) -> None:  # fmt: skip
+    committed.commit("rollout", 0, SAMPLES)
+    path = tmp_path / "none.jsonl"
+    for export in (None, path):
+        with pytest.raises(NothingDone, match=problem) as caught:
+            committed.show(capsys, wanted=wanted, export=export)
+        assert "i0000.rollout: none of its 12 samples is of" in str(caught.value)
+    assert not path.exists()
+
+
+def test_options_that_no_run_can_satisfy(
+    committed: Committed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "d.jsonl").mkdir()
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"wanted": Wanted(status="lost")}, "--status 'lost' is not one of completed, truncated"),
+        ({"export": tmp_path / "d.jsonl"}, r"d\.jsonl: is a folder"),
+        ({"export": tmp_path / "no" / "a.jsonl"}, f"there is no folder {tmp_path}/no"),
+    ]
+    for options, problem in cases:
+        with pytest.raises(ConfigError, match=problem):
+            committed.show(capsys, **options)
+
+
+def test_an_export_replaces_and_says_so(
+    committed: Committed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    committed.commit("rollout", 0, SAMPLES)
+    path = tmp_path / "a.jsonl"
+    assert "in place of" not in committed.show(capsys, export=path)
+    shown = committed.show(capsys, export=path, wanted=Wanted(group=1))
+    assert shown == f"{path}: 3 of 12 samples of i0000.rollout, in place of what was there\n"
+    assert len(read_dump(path)) == 3
+
+
+def test_eval_refuses_what_would_have_no_effect(committed: Committed) -> None:
+    with pytest.raises(ConfigError, match=r"--now evaluates one version.*--version"):
+        evaluate(committed.root, version=None, names=[], now=True, as_json=False)
+    with pytest.raises(ConfigError, match="--json is of the list"):
+        evaluate(committed.root, version=1, names=[], now=False, as_json=True)
+
+
+def test_a_shell_of_an_evaluation_is_named_by_its_version(tmp_path: Path) -> None:
+    data = str(ROOT / "configs/data/quickstart.jsonl")
+    committed = Committed(tmp_path, eval={"aime": {"prompt_data": data, "interval": 2}})
+    opened = open_run(committed.root)
+    control = read_control(opened.run)
+    assert find_stage(opened, control, 10, "eval-aime", 0) == StageRef(10, "eval-aime")
+    assert find_stage(opened, control, None, "eval-aime", 0) == StageRef(0, "eval-aime")
+    assert find_stage(opened, control, 3, "train", 0) == StageRef(3, "train")
+    with pytest.raises(NoRunError, match="version 11 is not one of 0 to 10"):
+        find_stage(opened, control, 11, "eval-aime", 0)
+    with pytest.raises(NoRunError, match="has no stage 'eval-x'; it has rollout, train, eval-aime"):
+        find_stage(opened, control, 1, "eval-x", 0)
+    with pytest.raises(NoRunError, match="eval-aime has 1 shard"):
+        find_stage(opened, control, 1, "eval-aime", 1)
+    with pytest.raises(NothingDone, match=r"its weights, i0000\.init, is not committed"):
+        find_inputs(opened, control, StageRef(0, "eval-aime"))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_rl.config.data_names import DataName, parse_data_name, parse_slice
+from slurm_rl.config.data_names import DataName, find_fault, parse_data_name, parse_slice
 from slurm_rl.config.schema import Settings
 
 Complaints = Callable[..., list[str]]
@@ -38,6 +38,17 @@ def test_a_slice_is_python_s(start: int | None, stop: int | None) -> None:
     assert parse_slice(written) == ("/d/x", slice(start, stop))
 
 
+@given(st.none() | st.integers(-9, 9), st.none() | st.integers(-9, 9), st.integers(0, 40))
+def test_only_slices_that_are_always_empty_are_refused(
+    start: int | None, stop: int | None, num_rows: int
+) -> None:
+    written = f"/d/x.jsonl@[{'' if start is None else start}:{'' if stop is None else stop}]"
+    is_empty = not any(range(num)[start:stop] for num in range(60))
+    assert (find_fault(written) is not None) == is_empty
+    if is_empty:
+        assert not range(num_rows)[start:stop]
+
+
 def test_names_say_the_kind() -> None:
     assert parse_data_name("/d/x.parquet@[:5]") == DataName(
         "parquet", "/d/x.parquet", slice(None, 5)
@@ -56,6 +67,10 @@ def test_names_say_the_kind() -> None:
         ({"rollout__prompt_data": "/d/x.csv@[0:3]"}, 'rollout.prompt_data = "/d/x.csv@[0:3]" ends in .csv, which is not read; convert it to jsonl or parquet'),
         ({"rollout__prompt_data": "/d/x.jsonl.gz"}, 'rollout.prompt_data = "/d/x.jsonl.gz" ends in .gz, which is not read; unpack it'),
         ({"rollout__prompt_data": "/d/x.jsonl@[1:9:2]"}, 'rollout.prompt_data = "/d/x.jsonl@[1:9:2]" has a slice that is none; write it as x.jsonl@[10:20], without a step'),
+        ({"rollout__prompt_data": "/d/x.jsonl@[-:3]"}, 'rollout.prompt_data = "/d/x.jsonl@[-:3]" has a slice that is none; write it as x.jsonl@[10:20], without a step'),
+        ({"rollout__prompt_data": "/d/x.jsonl@[5:2]"}, 'rollout.prompt_data = "/d/x.jsonl@[5:2]" has a slice without rows; write the first row, then the one behind the last'),
+        ({"rollout__prompt_data": [A | {"path": "/d/x.jsonl@[-2:-2]"}]}, 'rollout.prompt_data[0].path = "/d/x.jsonl@[-2:-2]" has a slice without rows; write the first row, then the one behind the last'),
+        ({"rollout__prompt_data": [], "rollout__label_key": "x"}, "rollout.prompt_data is empty; name a data set"),
         ({"rollout__prompt_data": "reasoning_gym:"}, 'rollout.prompt_data = "reasoning_gym:" names no data set; write reasoning_gym:chain_sum'),
         ({"rollout__prompt_data": []}, "rollout.prompt_data is empty; name a data set"),
         ({"rollout__prompt_data": [A, A]}, 'rollout.prompt_data[1].name = "a" is there twice; rename one of them'),

@@ -24,6 +24,8 @@ def lines(load: Load, tmp_path: Path) -> Callable[..., list[str]]:
     shutil.copytree(FOLDER, tmp_path / "folder")
 
     def of(**values: Any) -> list[str]:
+        # A reward that needs no label, where the test does not name one that does.
+        values.setdefault("rollout__rm_type", "random")
         settings = load(**json.loads(json.dumps(values).replace("@/", f"{tmp_path}/")))
         found = [problem.render({(): "f"}) for problem in check_data_files(settings)]
         return [line.removeprefix("f: ").replace(f"{tmp_path}/", "@/") for line in found]
@@ -33,7 +35,7 @@ def lines(load: Load, tmp_path: Path) -> Callable[..., list[str]]:
 
 def test_each_form_is_fine_as_it_should_be(lines: Callable[..., list[str]]) -> None:
     sets = [
-        {"name": "a", "path": "@/x.jsonl@[0:1]", "metadata_key": "m"},
+        {"name": "a", "path": "@/x.jsonl@[0:2]", "metadata_key": "m"},
         {"name": "b", "path": "@/x.parquet"},
         {"name": "c", "path": "@/folder", "input_key": "question", "label_key": "answer"},
         {"name": "d", "path": "reasoning_gym:chain_sum", "options": {"size": 4}},
@@ -72,8 +74,8 @@ def test_a_mixture_s_and_an_evaluation_s_own_keys_are_named_there(
         eval__gone={"prompt_data": "@/gone.jsonl"},
     )
     assert found == [
-        'rollout.prompt_data[0].label_key = "answer" is not a key of @/x.jsonl, line 1; it has prompt, label',
-        'eval.aime.input_key = "q" is not a key of @/x.jsonl, line 1; it has prompt, label',
+        'rollout.prompt_data[0].label_key = "answer" is not a key of @/x.jsonl:1; it has prompt, label',
+        'eval.aime.input_key = "q" is not a key of @/x.jsonl:1; it has prompt, label',
         'eval.gone.prompt_data = "@/gone.jsonl" is not a file; mend the path',
     ]
 
@@ -100,3 +102,137 @@ def test_folders_and_files_that_are_no_data(
         (line,) = lines(rollout__prompt_data=f"@/{name}")
         assert rule in line, line
         assert "\n" not in line
+
+
+MADE: dict[str, Any] = {
+    "hf_checkpoint": None,
+    "init_model": {"characters": "ab=", "config": {"model_type": "llama"}},
+}
+TURN = {"role": "user", "content": "ab"}
+TEMPLATE = {"rollout__apply_chat_template": True}
+LABELLED = {"rollout__label_key": "label", "rollout__rm_type": "gsm8k"}
+
+
+@pytest.fixture
+def row_fault(load: Load, tmp_path: Path) -> Callable[..., str | None]:
+    """What is said of a second row, of its own form, behind one that is good."""
+
+    def of(row: Any, **values: Any) -> str | None:
+        path = tmp_path / "r.jsonl"
+        good = '{"prompt": "ab", "label": "5", "m": {}}\n'
+        path.write_text(good + (row if isinstance(row, str) else json.dumps(row)) + "\n")
+        values = {"rollout__rm_type": "random"} | values
+        found = [
+            problem.render({(): "f"})
+            for problem in check_data_files(load(rollout__prompt_data=str(path), **values))
+        ]
+        if not found:
+            return None
+        (line,) = found
+        begin = f'f: rollout.prompt_data = "{path}" has a bad row: {path}:2: '
+        assert line.startswith(begin)
+        return line.removeprefix(begin)
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("row", "values", "line"),
+    [
+        ({"prompt": None}, {}, "'prompt' is null; a prompt is a text or a list of messages"),
+        ({"prompt": 3}, {}, "'prompt' is 3; a prompt is a text or a list of messages"),
+        ({"prompt": ""}, {}, "the prompt is empty; write it, or take the row out"),
+        ({"prompt": ""}, MADE | TEMPLATE, "the prompt is empty; write it, or take the row out"),
+        ({"prompt": [TURN]}, {}, "the prompt is a list of messages, which needs the chat template; set rollout.apply_chat_template: true"),
+        ({"prompt": [{"role": "user"}]}, TEMPLATE, "message 0 of 'prompt' has no content; a message is"),
+        ({"prompt": [TURN, TURN | {"content": None}]}, TEMPLATE, "message 1 of 'prompt' has no content; a message is"),
+        ({"prompt": "abc"}, MADE, "the prompt has 'c', which init_model.characters lacks; add it there, or mend the row"),
+        ({"prompt": [TURN, TURN | {"content": "a!"}]}, MADE | TEMPLATE, "the prompt has '!', which init_model.characters lacks; add it there, or mend the row"),
+        ({"prompt": "a", "m": {"rm_type": "gsm9k"}}, {"rollout__metadata_key": "m"}, "metadata.rm_type = 'gsm9k' is no built-in reward; did you mean gsm8k? there are exact_match,"),
+        ({"prompt": "a", "m": {"rm_type": 3}}, {"rollout__metadata_key": "m"}, "metadata.rm_type = 3 is no built-in reward; there are exact_match,"),
+        ({"prompt": "a", "m": {"rm_type": "remote_rm"}}, {"rollout__metadata_key": "m"}, "metadata.rm_type = 'remote_rm' needs rollout.rm_url or rollout.rm_service; set it, or change the row"),
+        ({"prompt": "a", "m": {"rm_type": "judge"}}, {"rollout__metadata_key": "m"}, "metadata.rm_type = 'judge' needs score.server; set it, or change the row"),
+        ({"prompt": "a", "m": 3}, {"rollout__metadata_key": "m"}, "'m' is not an object; write"),
+        ({"prompt": "a", "label": None}, LABELLED, "'label' (rollout.label_key) is null, which the reward gsm8k compares with; give the row a label, or take it out"),
+        ({"prompt": "a", "label": " "}, LABELLED, "'label' (rollout.label_key) is ' ', which the reward gsm8k compares with; give"),
+        ('{"prompt": "a", "label": NaN}', {}, "not JSON (NaN is not a number of JSON); one JSON object a line"),
+        ('{"prompt": "\\ud83d"}', {}, "holds a value that JSON cannot"),
+        ("[1]", {}, "a list; one JSON object a line"),
+    ],
+)  # fmt: skip
+def test_a_row_that_the_rollout_would_refuse_is_named(
+    row_fault: Callable[..., str | None], row: Any, values: dict[str, Any], line: str
+) -> None:
+    found = row_fault(row, **values)
+    assert found is not None
+    assert found.startswith(line)
+    assert "\n" not in found
+
+
+@pytest.mark.parametrize(
+    ("row", "values"),
+    [
+        ({"prompt": ""}, TEMPLATE),
+        ({"prompt": ""}, MADE | TEMPLATE | {"rollout__system_prompt": "a"}),
+        ({"prompt": [TURN, {"role": "assistant", "tool_calls": [{"name": "x"}]}]}, TEMPLATE),
+        ({"prompt": "ab<eos>="}, MADE),
+        ({"prompt": "a", "m": {"rm_type": "boxed_math"}}, {"rollout__metadata_key": "m"}),
+        ({"prompt": "a", "label": None, "m": {"rm_type": "format"}}, LABELLED | {"rollout__metadata_key": "m"}),
+        ({"prompt": "a", "label": 0}, LABELLED),
+        ({"prompt": "a", "label": ""}, LABELLED | {"rollout__rm_type": "exact_match"}),
+        # Whoever leads the conversation may bring rewards and labels of its own.
+        ({"prompt": "a", "label": None}, LABELLED | {"rollout__environment": "my.Env"}),
+    ],
+)  # fmt: skip
+def test_a_row_that_the_rollout_takes_is_fine(
+    row_fault: Callable[..., str | None], row: Any, values: dict[str, Any]
+) -> None:
+    row = {"label": "5", "m": {}} | row
+    values = LABELLED | values if "m" in values.get("rollout__metadata_key", "") else values
+    assert row_fault(row, **values) is None
+
+
+def test_a_reward_without_the_label_that_it_needs_is_said(
+    lines: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    where = "has a bad row: @/x.jsonl:1: has no label, which the reward f1 compares with; set"
+    assert lines(rollout__prompt_data="@/x.jsonl", rollout__rm_type="f1") == [
+        f'rollout.prompt_data = "@/x.jsonl" {where} rollout.label_key to the key that holds it'
+    ]
+    terms = [{"rm_type": "format"}, {"rm_type": "f1", "weight": 2.0}]
+    (line,) = lines(rollout__prompt_data="@/x.jsonl", rollout__rm_type=None, rollout__rewards=terms)
+    assert where in line
+    (line,) = lines(
+        rollout__prompt_data="@/x.jsonl", eval__t={"prompt_data": "@/x.jsonl", "rm_type": "f1"}
+    )
+    assert line.startswith(f'eval.t.prompt_data = "@/x.jsonl" {where} rollout.label_key')
+    table = pa.table({"prompt": ["a", "b"], "label": ["1", None]})
+    parquet.write_table(table, tmp_path / "n.parquet")
+    (line,) = lines(
+        rollout__prompt_data="@/n.parquet", rollout__label_key="label", rollout__rm_type="f1"
+    )
+    assert "has a bad row: @/n.parquet: row 1: 'label' (rollout.label_key) is null, which" in line
+
+
+def test_only_rows_of_the_slice_count(lines: Callable[..., list[str]], tmp_path: Path) -> None:
+    rows = ['{"prompt": "a"}'] * 30 + ['{"prompt": null}'] + ['{"prompt": "b"}'] * 30
+    (tmp_path / "s.jsonl").write_text("\n\n".join(rows))
+    for good in ("", "@[:30]", "@[31:]", "@[-30:]", "@[:-31]", "@[-31:-30]"):
+        is_bad = good == "@[-31:-30]"
+        found = lines(rollout__prompt_data=f"@/s.jsonl{good}")
+        assert [("s.jsonl:61: 'prompt' is null" in line) for line in found] == [True] * is_bad
+    for empty in ("@[61:]", "@[70:80]", "@[:-61]"):
+        (line,) = lines(rollout__prompt_data=f"@/s.jsonl{empty}")
+        assert line.endswith("has no rows there: the data has fewer; mend the slice")
+    (line,) = lines(rollout__prompt_data="@/s.jsonl@[20:]")
+    assert "s.jsonl:61: 'prompt' is null" in line
+
+
+def test_a_system_prompt_that_no_tokenizer_takes_is_told_once(
+    lines: Callable[..., list[str]],
+) -> None:
+    values = MADE | TEMPLATE | {"rollout__system_prompt": "ab c"}
+    assert lines(rollout__prompt_data="@/x.jsonl", **values) == [
+        "rollout.system_prompt = \"ab c\" has ' ', which init_model.characters lacks;"
+        " add it there, or change the text"
+    ]

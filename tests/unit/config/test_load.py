@@ -139,6 +139,10 @@ def test_an_unset_variable_is_named(complaints: Complaints) -> None:
     ]
 
 
+A = {"name": "a", "path": "/d/a.jsonl"}
+B = {"prompt_data": "/d/b.jsonl"}
+
+
 @pytest.mark.parametrize(
     ("values", "line"),
     [
@@ -169,6 +173,24 @@ def test_an_unset_variable_is_named(complaints: Complaints) -> None:
         ({"chain": 3}, "chain = 3 must be a section (key: value); change it"),
         ({"rollout__prompt_data": None}, "rollout.prompt_data is missing; add it"),
         ({"train__megatron": [1]}, "train.megatron = [1] must be a mapping (key: value); change it"),
+        # In a mixture, and where the user named the place, the place is the user's.
+        ({"rollout__prompt_data": [A, A | {"wieght": 2}]}, "rollout.prompt_data[1].wieght is not a setting; did you mean rollout.prompt_data[1].weight?"),
+        ({"rollout__prompt_data": [A | {"weight": -1}]}, "rollout.prompt_data[0].weight = -1 must be above 0; raise it"),
+        ({"rollout__prompt_data": [A | {"prompt_data": "x"}]}, "rollout.prompt_data[0].prompt_data is not a setting; did you mean rollout.prompt_data[0].path?"),
+        ({"rollout__prompt_data": [A | {"task": "x"}]}, "rollout.prompt_data[0].task is not a setting; rollout.prompt_data[0] takes input_key, label_key,"),
+        ({"rollout__prompt_data": [{"path": "/x.jsonl"}]}, "rollout.prompt_data[0].name is missing; add it"),
+        ({"rollout__prompt_data": [A, "/x.jsonl"]}, 'rollout.prompt_data[1] = "/x.jsonl" must be a section (key: value); write name: …, path: …'),
+        ({"rollout__prompt_data": {"str": "/x.jsonl"}}, 'rollout.prompt_data = {"str": "/x.jsonl"} must be text or a list; make it the item of a list: begin it with -'),
+        ({"rollout__prompt_data": 3}, 'rollout.prompt_data = 3 must be text or a list; put it in quotes: "3"'),
+        ({"eval__a": B | {"inteval": 2}}, "eval.a.inteval is not a setting; did you mean eval.a.interval?"),
+        ({"eval__a": B | {"path": "x"}}, "eval.a.path is not a setting; did you mean eval.a.prompt_data?"),
+        ({"eval__a": B | {"rollout_batch_size": 2}}, "eval.a.rollout_batch_size is not a setting; did you mean rollout.rollout_batch_size?"),
+        ({"eval__a": B | {"container": {"immage": "x"}}}, "eval.a.container.immage is not a setting; did you mean eval.a.container.image?"),
+        ({"eval__a": B | {"rollout_stop": [3]}}, 'eval.a.rollout_stop[0] = 3 must be text; put it in quotes: "3"'),
+        ({"eval": {"a b": B}}, 'eval.a b = "a b" must be letters, digits,'),
+        ({"services__rm": {"url": "http://a", "retry": 3}}, "services.rm.retry is not a setting; did you mean services.rm.retries?"),
+        ({"services__rm": {"url": "http://a", "zzz": 3}}, "services.rm.zzz is not a setting; services.rm takes url, url_file, health,"),
+        ({"rollout__rewards": [{"rm_tpe": "f1"}]}, "rollout.rewards[0].rm_tpe is not a setting; did you mean rollout.rewards[0].rm_type?"),
     ],
 )  # fmt: skip
 def test_what_one_value_gets_wrong_is_said_in_one_line(

@@ -56,10 +56,13 @@ def test_the_model_must_be_one(load: Load, place: dict[str, Any], tmp_path: Path
     [
         ("", "is empty; put prompts in it"),
         ("\n\n", "is empty; put prompts in it"),
-        ('{"prompt": "a", "label": 1}\nx\n', "is not JSON in line 2; one object a line"),
-        ("[1]\n", "is not an object in line 1; one object a line"),
-        ('{"question": "a", "label": 1}\n', "p.jsonl, line 1; it has question, label"),
-        ('{"prompt": "a"}\n', "p.jsonl, line 1; it has prompt"),
+        (
+            '{"prompt": "a", "label": 1}\nx\n',
+            "p.jsonl:2: not JSON (Expecting value: line 1 column 1 (char 0)); one JSON object a line",
+        ),
+        ("[1]\n", "has a bad row: @/p.jsonl:1: a list; one JSON object a line"),
+        ('{"question": "a", "label": 1}\n', "p.jsonl:1; it has question, label"),
+        ('{"prompt": "a"}\n', "p.jsonl:1; it has prompt"),
     ],
 )
 def test_prompts_must_be_readable(
@@ -67,7 +70,7 @@ def test_prompts_must_be_readable(
 ) -> None:
     (tmp_path / "p.jsonl").write_text(text)
     (found,) = lines(load(**place))
-    assert found.endswith(line)
+    assert found.replace(f"{tmp_path}/", "@/").endswith(line)
 
 
 def test_secrets_are_for_their_owner_alone(

@@ -211,3 +211,76 @@ def test_what_is_refused(complaints: Complaints, values: dict[str, Any], line: s
 )
 def test_what_is_accepted(changed: Callable[..., dict[str, Any]], values: dict[str, Any]) -> None:
     assert check_settings(Settings.model_validate(changed(**values))) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("rm:1", "is no address"),
+        ("ftp://rm", "is no address"),
+        ("http://", "is an address without a host"),
+        ("http://:30/x", "is an address without a host"),
+        ("http:///x", "is an address without a host"),
+        ("http://rm:x", "is no address (Port"),
+        ("http://rm:99999", "is no address (Port"),
+        ("http://rm:0", "is no address"),
+        ("http://[::1", "is no address (Invalid IPv6 URL)"),
+        ("http://a b", "is no address"),
+    ],
+)
+def test_addresses_have_a_scheme_a_host_and_a_port(
+    complaints: Complaints, text: str, rule: str
+) -> None:
+    asked = {"rollout__rm_type": "remote_rm"}
+    for values, place in (
+        ({"rollout__rm_url": text}, "rollout.rm_url"),
+        ({"rollout__rm_service": "rm", "services__rm": {"url": text}}, "services.rm.url"),
+    ):
+        (line,) = complaints(**asked, **values)
+        assert line.startswith(f'{place} = "{text}" {rule}'), line
+        assert line.endswith("; write it as http://host:port/path")
+
+
+def test_a_query_is_for_an_address_that_is_asked_as_it_is(
+    load: Callable[..., Settings], complaints: Complaints
+) -> None:
+    load(rollout__rm_type="remote_rm", rollout__rm_url="https://rm:8000/score?key=1")
+    load(rollout__rm_type="remote_rm", rollout__rm_url="http://[::1]:80")
+    (line,) = complaints(
+        rollout__rm_type="remote_rm",
+        rollout__rm_service="rm",
+        services__rm={"url": "http://rm:1/x?key=1"},
+    )
+    assert line.startswith('services.rm.url = "http://rm:1/x?key=1" is an address with a query')
+
+
+def test_what_no_reward_asks_is_refused(
+    load: Callable[..., Settings], complaints: Complaints
+) -> None:
+    rule = "has no effect: no reward is remote_rm; take it out"
+    url, server = {"rollout__rm_url": "http://rm:1"}, {"score__server": SERVER}
+    assert complaints(**url) == [f'rollout.rm_url = "http://rm:1" {rule}']
+    assert complaints(rollout__rm_service="rm", services__rm=SERVICE) == [
+        f'rollout.rm_service = "rm" {rule}'
+    ]
+    (line,) = complaints(**server)
+    assert line.startswith("score.server serves a model that no reward asks (served_rm and judge")
+    # A row may name the reward, and the user's own may ask.
+    load(**url, rollout__metadata_key="m")
+    load(**url, rollout__rm_type=None, rollout__custom_rm_path="a.b")
+    load(**server, rollout__rm_type="judge")
+    (line,) = complaints(
+        rollout__rm_type="remote_rm", rollout__rm_service="score", services__score=SERVICE
+    )
+    assert line == "services.score is the name of another server of ours; rename it"
+
+
+def test_the_served_model_s_arguments_are_sglang_s(
+    load: Callable[..., Settings], complaints: Complaints
+) -> None:
+    load(rollout__rm_type="served_rm", score__server={**SERVER, "sglang": {"is_embedding": True}})
+    (line,) = complaints(
+        rollout__rm_type="judge", score__server={**SERVER, "sglang": {"is_embeddings": True}}
+    )
+    assert line.startswith("score.server.sglang.is_embeddings is not a setting of SGLang")
+    assert "is_embedding" in line.partition(";")[2]

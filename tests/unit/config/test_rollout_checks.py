@@ -30,6 +30,27 @@ BAD = [
         "eval.t.pass_k",
         "n_samples_per_prompt",
     ),
+    (
+        {"eval": {"t": {"prompt_data": "/d.jsonl", "pass_k": [1, 2, 1]}}},
+        "eval.t.pass_k[2] = 1",
+        "is there twice",
+    ),
+    ({"rollout__rollout_stop": ["a", ""]}, 'rollout.rollout_stop[1] = ""', "is empty"),
+    (
+        {"rollout__prompt_data": [{"name": "a", "path": "/d.jsonl", "rollout_stop": [""]}]},
+        "rollout.prompt_data[0].rollout_stop[0]",
+        "would end every response at once; take it out",
+    ),
+    (
+        {"eval": {"t": {"prompt_data": "/d.jsonl", "rollout_stop": [""]}}},
+        "eval.t.rollout_stop[0]",
+        "is empty",
+    ),
+    (
+        {"rollout__rollout_stop_token_ids": [3, -1]},
+        "rollout.rollout_stop_token_ids[1] = -1",
+        "is no token: they count from 0; take it out",
+    ),
     ({"rollout__rollout_top_k": 0}, "rollout_top_k", "-1 for all"),
 ]
 

@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slurm_rl.cli.samples import export_samples
 from slurm_rl.errors import DataError
 from slurm_rl.rollout.dumps import as_version, convert, read_dump
 from slurm_rl.rollout.samples import Sample, pack_samples, read_samples
@@ -254,3 +256,26 @@ def test_whatever_a_field_holds_it_is_read_or_refused_in_one_line(
         assert "\n" not in str(error)
     else:
         assert len(batch) == 1 and np.isfinite(batch.loss_mask).all()
+
+
+def test_a_parquet_export_reads_as_its_lines(tmp_path: Path) -> None:
+    """What `slurm-rl samples --export` writes; prompts, labels and metadata may be of any shape."""
+    samples = [
+        Sample(
+            2, k, (1, 2), (3,) * (k + 1), (-0.5,) * (k + 1), (1,) * (k + 1),
+            prompt=[{"role": "user", "content": "é"}], label=label, reward=0.5, metadata={"a": [k]},
+        )
+        for k, label in enumerate(["x", 3, None, [1, "2"]])
+    ]  # fmt: skip
+    for name in ("a.jsonl", "a.parquet"):
+        export_samples(tmp_path / name, samples)
+    assert read_dump(tmp_path / "a.parquet") == read_dump(tmp_path / "a.jsonl")
+    (tmp_path / "b.parquet").write_bytes(b"hello")
+    with pytest.raises(DataError, match=r"b\.parquet: it is no parquet file, or damaged"):
+        read_dump(tmp_path / "b.parquet")
+
+
+def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r"needs pyarrow; .*export \.jsonl"):
+        read_dump(tmp_path / "a.parquet")

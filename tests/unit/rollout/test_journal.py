@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from slurm_rl.rollout.journal import (
     JOURNAL_NAME,
+    GroupReader,
     Journal,
     JournalReader,
     parse_head,
@@ -14,7 +15,7 @@ from slurm_rl.rollout.journal import (
     read_group,
     render_line,
 )
-from slurm_rl.rollout.samples import Sample
+from slurm_rl.rollout.samples import LINES_NAME, Sample, render_sample, write_samples
 from slurm_rl.storage.fs import PosixFs
 
 
@@ -118,6 +119,33 @@ def test_a_reader_follows_what_is_appended(tmp_path: Path) -> None:
     seen += [(entry.key, entry.keep) for entry in reader.poll([tmp_path])]
     assert seen == [("k0", False), ("k1", True), ("k2", False), ("k3", True)]
     assert list(reader.poll([tmp_path])) == []
+
+
+def test_a_long_journal_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_journal(tmp_path, {f"k{k}": group(k) for k in range(9)})
+    whole = path.read_bytes()
+    expected = list(JournalReader().poll([tmp_path]))
+    for size in (1, 100, 1000, len(whole)):
+        monkeypatch.setattr("slurm_rl.rollout.journal._BLOCK_BYTES", size)
+        assert list(JournalReader().poll([tmp_path])) == expected
+        reader = JournalReader()
+        path.write_bytes(whole[:-5])  # torn, and then completed
+        found = list(reader.poll([tmp_path]))
+        path.write_bytes(whole)
+        assert found + list(reader.poll([tmp_path])) == expected
+
+
+def test_a_line_holds_the_samples_lines_as_they_are_sealed(tmp_path: Path) -> None:
+    samples = [
+        replace(s, response="tab\t, line\n and \u2028", token_versions=(3, 4)) for s in group(5)
+    ]
+    write_journal(tmp_path / "a", {"k": samples[::-1]})
+    (entry,) = JournalReader().poll([tmp_path / "a"])
+    with GroupReader() as reader:
+        found = reader.read(entry)
+    assert found == [(s, render_sample(s)) for s in samples]
+    write_samples(tmp_path, samples)
+    assert (tmp_path / LINES_NAME).read_bytes() == b"".join(line + b"\n" for _, line in found)
 
 
 def test_a_group_whose_line_changed_is_not_read(tmp_path: Path) -> None:

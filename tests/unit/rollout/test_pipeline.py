@@ -250,6 +250,15 @@ def test_rewards_that_samples_bring_are_kept(folder, plain):
         assert sample.reward is not None
 
 
+def verdict(function):
+    """A filter of a plain function."""
+
+    async def keep(group):
+        return function(group)
+
+    return keep
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_two_verdicts_on_one_group_and_the_decision_wins(folder, plain, monkeypatch, is_lost):
     """Our own copy was dropped; the other shard's was kept, and the batch closed with it."""
@@ -260,13 +269,15 @@ def test_two_verdicts_on_one_group_and_the_decision_wins(folder, plain, monkeypa
     journal = other.folder / JOURNAL_NAME
     lines = journal.read_bytes().splitlines(keepends=True)
     found = [line for line in lines if b'"group_index":4,' in line]
-    first = Shard(root, plain, 0, 2, keep=lambda group: (group[0].group_index != 4, "unlucky"))
+    first = Shard(
+        root, plain, 0, 2, keep=verdict(lambda group: (group[0].group_index != 4, "unlucky"))
+    )
     head = parse_head(found[0][:-1])
     mine = render_line(head["key"], parse_samples(found[0][:-1]), keep=False, reason="unlucky")
     (first.folder / JOURNAL_NAME).write_bytes(mine)
     if is_lost:
         journal.write_bytes(b"".join(line for line in lines if line not in found))
-    again = Shard(root, plain, 0, 2, attempt=2, keep=lambda group: (False, "unlucky"))
+    again = Shard(root, plain, 0, 2, attempt=2, keep=verdict(lambda group: (False, "unlucky")))
     asyncio.run(again.run())
     assert again.engine.made == ([4] if is_lost else [])
     assert {s.group_index for s in again.samples()} == set(range(0, 12, 2))
@@ -284,7 +295,7 @@ def test_shards_whose_verdicts_differ_all_seal(folder, plain, seed):
             n,
             3,
             admission="arrival",
-            keep=lambda group: (draws.random() < 0.6, "unlucky"),
+            keep=verdict(lambda group: (draws.random() < 0.6, "unlucky")),
             engine=Slow(seed=seed + n),
             max_groups=400,
         )
@@ -304,7 +315,7 @@ def test_an_error_ends_the_rollout_at_once(folder, plain, how, poll_s):
     def fail(group):
         raise RewardError("the filter failed")
 
-    keep = fail if how == "filter fails" else lambda group: (False, "same")
+    keep = verdict(fail if how == "filter fails" else lambda group: (False, "same"))
     for seed in range(8):
         shard = Shard(
             folder(), plain, keep=keep, max_groups=12, poll_s=poll_s, engine=Slow(seed=seed)

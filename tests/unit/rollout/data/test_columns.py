@@ -123,7 +123,7 @@ def test_missing_columns_and_bad_rows_say_where(tmp_path: Path, kind: str) -> No
     for path in tmp_path.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     rows = [{"q": "x" if k != 8 else None} for k in range(10)]
-    with pytest.raises(DataError, match="row 8: 'q' is a NoneType"):
+    with pytest.raises(DataError, match="row 8: 'q' is null; a prompt is a text"):
         open_either(kind, tmp_path, rows, slice(2, None), Keys("d", "q")).check()
 
 

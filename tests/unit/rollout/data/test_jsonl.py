@@ -113,7 +113,12 @@ def test_the_fingerprint_is_that_of_the_chosen_rows_alone(tmp_path: Path) -> Non
             r"jsonl:3: no key 'prompt' \(rollout.input_key\); there are \['label', 'text'\]",
         ),
         ('{"prompt": "a"}\n', r"no key 'label' \(rollout.label_key\)"),
-        ('{"prompt": 5, "label": 1}\n', "is a int"),
+        ('{"prompt": 5, "label": 1}\n', "jsonl:1: 'prompt' is 5; a prompt is a text or a list"),
+        ('{"prompt": null, "label": 1}\n', "jsonl:1: 'prompt' is null; a prompt is a text"),
+        (
+            '{"prompt": [{"role": "user", "content": null}], "label": 1}\n',
+            "jsonl:1: message 0 of 'prompt' has no content; a message is",
+        ),
         ('{"prompt": [], "label": 1}\n', "jsonl:1: 'prompt' has no messages"),
         ('{"prompt": ["hello"], "label": 1}\n', "jsonl:1: message 0 of 'prompt' has no role"),
         (
@@ -155,7 +160,7 @@ def test_a_bad_line_far_behind_is_found_by_its_number(tmp_path: Path) -> None:
     lines[4321] = '{"prompt": 3.5, "label": 1}\n'
     source = open_text(tmp_path, "\n" + "".join(lines))
     source.read(4320)
-    with pytest.raises(DataError, match=r"prompts\.jsonl:4323: 'prompt' is a float"):
+    with pytest.raises(DataError, match=r"prompts\.jsonl:4323: 'prompt' is 3.5"):
         source.check()
 
 

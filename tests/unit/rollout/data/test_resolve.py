@@ -189,3 +189,81 @@ def test_made_prompts_are_seeded_by_the_run_and_name_their_reward(make, tmp_path
     assert first(prompt_data=mixed).metadata["rm_type"] == "reasoning_gym"
     mixed[0]["custom_rm_path"] = "a.b"
     assert "rm_type" not in first(prompt_data=mixed).metadata
+
+
+def rewrite(path: Path, *rows: dict[str, Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_row_that_its_reward_could_not_grade_is_named_when_it_is_read(
+    make, tmp_path: Path
+) -> None:  # type: ignore[no-untyped-def]
+    good, path = {"prompt": "a", "label": "1", "m": {}}, tmp_path / "prompts.jsonl"
+    metadata = {"metadata_key": "m", "rm_type": "f1"}
+
+    def check(bad: dict[str, Any], **rollout: Any) -> None:
+        rewrite(path, good, good | bad)
+        with resolve(make(**metadata | rollout)) as data:
+            data.check()
+
+    with pytest.raises(DataError) as caught:
+        check({"label": None})
+    assert str(caught.value) == (
+        f"{path}:2: 'label' (rollout.label_key) is null, which the reward f1 compares with;"
+        " give the row a label, or take it out"
+    )
+    with pytest.raises(DataError, match=r"prompts\.jsonl:1: has no label, which the reward f1"):
+        check({}, label_key=None)
+    with pytest.raises(DataError) as caught:
+        check({"m": {"rm_type": "gsm9k"}})
+    assert str(caught.value).startswith(
+        f"{path}:2: metadata.rm_type = 'gsm9k' is no built-in reward; did you mean gsm8k? there are"
+    )
+    with pytest.raises(
+        DataError, match=r"jsonl:2: metadata\.rm_type = 'judge' needs score\.server"
+    ):
+        check({"m": {"rm_type": "judge"}})
+    # What is not compared with needs no label, nor what is graded elsewhere.
+    check({"label": None}, rm_type="format")
+    check({"label": None}, rm_type=None, custom_rm_path="a.b")
+    check({"label": None, "m": {"rm_type": "random"}})
+    check({"label": None}, custom_generate_function_path="a.b")
+    with pytest.raises(DataError, match="the reward exact_match compares"):
+        check({"label": None}, rm_type=None, rewards=[{"rm_type": "format"}, {"rm_type": "exact_match"}])  # fmt: skip
+
+
+def test_the_label_is_the_one_of_the_data_set_s_own_reward(make, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    for name, keys in (("a", ("prompt", "label")), ("b", ("q", "answer"))):
+        rewrite(tmp_path / f"{name}.jsonl", *[dict.fromkeys(keys, "x")] * 4)
+    rewrite(tmp_path / "b.jsonl", {"q": "x", "answer": "1"}, {"q": "x", "answer": None})
+    with resolve(make(rm_type="f1", prompt_data=mixture(tmp_path, rm_type="format"))) as data:
+        data.check()
+    said = r"b\.jsonl:2: 'answer' \(rollout\.prompt_data\[1\]\.label_key\) is null"
+    swapped = make(rm_type="format", prompt_data=mixture(tmp_path, rm_type="f1"))
+    with resolve(swapped) as data, pytest.raises(DataError, match=said):
+        data.check()
+    own = {"prompt_data": f"{tmp_path}/b.jsonl", "input_key": "q", "label_key": "answer"}
+    said = r"b\.jsonl:2: 'answer' \(eval\.t\.label_key\) is null"
+    settings = make(eval={"t": own | {"rm_type": "f1"}})
+    with resolve_eval(settings, "t") as data, pytest.raises(DataError, match=said):
+        data.check()
+
+
+def test_what_only_the_tokenizer_refuses_is_named_by_its_line(
+    make, tmp_path: Path, tokenizer
+) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "prompts.jsonl"
+    for prompt, words in (
+        ("É", "the model's tokenizer refuses the prompt"),
+        ("", "the prompt has no tokens; write it, or take the row out"),
+        ([{"role": "user", "content": "a"}], "the prompt is a list of messages; set rollout.apply"),
+    ):
+        path.write_text("\n")
+        with path.open("a") as file:
+            file.write(json.dumps({"prompt": prompt, "label": 1}) + "\n")
+        settings = make()
+        with resolve(settings) as data:
+            stream = open_stream(data, settings, cursor=None, tokenizer=tokenizer)
+            with pytest.raises(DataError) as caught:
+                stream.take()
+        assert str(caught.value).startswith(f"{path}:2: {words}")

@@ -106,9 +106,31 @@ def test_the_cursor_after_any_earlier_visit_is_what_it_was_then(
     for outside in (3, 5 + num):
         with pytest.raises(IndexError):
             stream.cursor_after(outside)
-    again = stream.reopen()
-    assert take(again, num) == visits
-    assert again.cursor == stream.cursor
+    assert [stream.visit(5 + k) for k in reversed(range(num))] == visits[::-1]
+    for outside in (4, 5 + num):
+        with pytest.raises(IndexError):
+            stream.visit(outside)
+
+
+@settings(deadline=None)
+@given(
+    sets=sizes,
+    passed=st.lists(st.booleans(), max_size=40),
+    shuffle=st.booleans(),
+    longest=st.none() | st.just(3),
+)
+def test_a_visit_that_was_passed_by_is_the_one_that_would_have_been_taken(
+    sets: list[list[int]], passed: list[bool], shuffle: bool, longest: int | None
+) -> None:
+    named = {f"s{k}": [*lengths, 1] for k, lengths in enumerate(sets)}
+    seed = 1 if shuffle else None
+    whole = open_words(named, seed=seed, longest=longest)
+    expected = take(whole, len(passed))
+    stream = open_words(named, seed=seed, longest=longest)
+    for number, is_passed in enumerate(passed):
+        assert number == (stream.pass_by() if is_passed else stream.take().group_index)
+    assert [stream.visit(k) for k in range(len(passed))] == expected
+    assert stream.cursor == whole.cursor
 
 
 def test_each_epoch_visits_each_row_once_in_an_order_of_its_own() -> None:

@@ -37,6 +37,24 @@ def test_raw_prompts(tokenizer) -> None:  # type: ignore[no-untyped-def]
         raw(row("ABC"))
 
 
+def test_tokens_are_those_of_the_tokenizers_own_call(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    """Also where another call has left a setting behind, and where a class has a way of its own."""
+
+    class Odd(type(tokenizer)):  # type: ignore[misc]
+        def encode(self, text, **options):  # type: ignore[no-untyped-def]
+            return [*super().encode(text, **options), 1]
+
+    encode = make_tokenize(tokenizer, Template("d.jsonl"))
+    texts = ["ab=", "a" * 50, "<eos>ab"]
+    expected = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    assert [encode(row(text)) for text in texts] == expected
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    tokenizer.backend_tokenizer.enable_padding(length=70)
+    assert [encode(row(text)) for text in texts] == expected
+    odd = Odd(tokenizer_object=tokenizer.backend_tokenizer)
+    assert make_tokenize(odd, Template("d.jsonl"))(row("ab=")) == [*expected[0], 1]
+
+
 @pytest.mark.parametrize(
     ("prompt", "template", "text"),
     [

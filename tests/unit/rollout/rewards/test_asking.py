@@ -168,6 +168,16 @@ def test_a_judge_may_have_words_of_its_own(make: Build, sample: Make) -> None:
         ask(make, {"error": "x"}, [made], served=True, rm_type="judge", **server)
 
 
+def test_a_judge_that_is_shown_the_label_needs_one(make: Build, sample: Make) -> None:
+    server = {"top__score": {"server": {"hf_checkpoint": "/m"}}}
+    made = sample("r", None)
+    with pytest.raises(RewardError, match="reward judge: the sample has no label to compare"):
+        ask(make, say("Score: 1"), [made], served=True, rm_type="judge", **server)
+    rewards = [{"rm_type": "judge", "options": {"template": "{prompt}|{response}"}}]
+    graded, _ = ask(make, say("Score: 1"), [made], served=True, rewards=rewards, **server)
+    assert graded.samples[0].reward == 1
+
+
 def test_no_server_is_said(make: Build, sample: Make) -> None:
     async def run(url: str | None) -> None:
         settings = make(rm_type="judge", reward_timeout_s=1.0)

@@ -16,7 +16,7 @@ from toy.services import FakeService
 
 from slurm_rl.config.rollout_schema import EvalSet
 from slurm_rl.config.schema import Settings
-from slurm_rl.errors import ConfigError, RewardError, ServiceDown
+from slurm_rl.errors import ConfigError, DataError, RewardError, ServiceDown
 from slurm_rl.rollout.rewards import Graded, Grader, find_reward
 from slurm_rl.rollout.rewards.texts import exact_match, f1, last_number
 from slurm_rl.rollout.samples import Sample
@@ -225,7 +225,7 @@ def test_metadata_may_name_another_reward(grade: Grade, code: Code, sample: Make
     assert rewards(grade(samples, rm_type="exact_match")) == [0.0, 1.0, 1.0, 0.0, 0.0, 1.0]
     name = code("def score(args, sample):\n    return 5\n")
     assert rewards(grade(samples[:2], custom_rm_path=f"{name}.score")) == [5.0, 1.0]
-    with pytest.raises(ConfigError, match="'nice' is no built-in reward"):
+    with pytest.raises(DataError, match="'nice' is no built-in reward; there are exact_match"):
         grade([sample(metadata={"rm_type": "nice"})])
 
 
@@ -298,7 +298,8 @@ def test_one_entry_of_an_object_counts_and_the_others_are_kept(
         ],
     ).samples
     assert (two.reward, two.rewards) == (4.0, {"a": 0.5, "a/style": 2.0, "plain": 3.0})
-    with pytest.raises(RewardError, match="returned a dict, not a number"):
+    missing = r"an object without 'missing' \(it has total, style, why, nan\) for the prompt"
+    with pytest.raises(RewardError, match=missing):
         grade([sample()], custom_rm_path=f"{name}.score", reward_key="missing")
 
 

@@ -141,6 +141,8 @@ def test_no_label_is_an_error(score: Callable[..., float], sample: Make) -> None
     for label in (None, "", []):
         with pytest.raises(RewardError, match=r"no label to compare with; set rollout.label_key"):
             score(mathematics.math_reward, sample("\\boxed{1}", label))
+        with pytest.raises(RewardError, match="reward deepscaler: the sample has no label"):
+            score(mathematics.deepscaler, sample("no box", label))
 
 
 def test_reasoning_gym_scores_by_its_own_rule(score: Callable[..., float], sample: Make) -> None:

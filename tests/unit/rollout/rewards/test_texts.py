@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slurm_rl.config import row_rules
 from slurm_rl.errors import RewardError
 from slurm_rl.rollout.rewards import BUILT_IN
 from slurm_rl.rollout.rewards.texts import last_boxed, last_code, tagged_answer
@@ -188,3 +189,30 @@ def test_random_depends_on_the_seed_alone(sample: Make) -> None:
 @pytest.mark.parametrize("name", sorted(QUICK))
 def test_rewards_are_finite_numbers(sample: Make, name: str) -> None:
     assert math.isfinite(reward(name, sample("x", np.int64(3), metadata={"choices": list("abcd")})))
+
+
+COMPARING = [name for name in row_rules.COMPARING if name in QUICK]
+
+
+def test_what_compares_is_known(sample: Make) -> None:
+    """Each reward either says that there is no label, or does not look at it."""
+    assert {"f1", "gsm8k", "dapo", "gpqa"} < set(COMPARING)
+    for name in QUICK:
+        said = "None"  # which `str(None)` would be right about
+        if name in COMPARING:
+            with pytest.raises(RewardError, match=r"no label to compare with; set rollout\.label"):
+                reward(name, sample(said, None))
+        else:
+            assert reward(name, sample(said, None)) == reward(name, sample(said, "x"))
+
+
+@pytest.mark.parametrize("name", [name for name in COMPARING if name in row_rules.READING])
+def test_an_empty_label_holds_no_answer(sample: Make, name: str) -> None:
+    with pytest.raises(RewardError, match="has no label to compare with"):
+        reward(name, sample("5", " "))
+
+
+def test_a_correct_letter_is_a_label(sample: Make) -> None:
+    made = sample("A", None, metadata={"correct_letter": "A"})
+    assert reward("multiple_choice", made) == 1.0
+    assert reward("exact_match", sample("", "")) == 1.0

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from slurm_rl.errors import EngineError, RewardError
+from slurm_rl.errors import EngineError, RewardError, Stopped
+from slurm_rl.rollout.grading import grade_open
+from slurm_rl.rollout.journal import render_line
 from slurm_rl.rollout.samples import Sample
 from slurm_rl.rollout.turns import make_generate
 
@@ -243,3 +245,68 @@ def test_a_prompt_that_goes_on_from_the_rows_is_a_prompt(run, make_group) -> Non
     sample, _ = run(body, say=lambda *_: [7] * 99, group=make_group(num=2, limit=6))
     assert sample.prompt_tokens[-5:] == (1, 2, 3, 4, 5)
     assert sample.response_tokens == (7,) * 6
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("sample.metadata['x'] = {1}", r"metadata\['x'\] is of type set"),
+        ("sample.metadata = [1]", "metadata is of type list, not an object"),
+        ("sample.label = float('nan')", "label is nan"),
+        ("sample.prompt = object()", "prompt is of type object"),
+        ("sample.response = 3", "whose response is of type int"),
+        ("sample.tokens = None", "cannot be read: TypeError"),
+        ("sample.rollout_log_probs = 3", "cannot be read: TypeError"),
+        ("del sample.metadata", "cannot be read: AttributeError"),
+        ("raise ValueError('one\\ntwo')", "raised ValueError: one two at"),
+        ("import asyncio; raise asyncio.CancelledError", "raised CancelledError at"),
+        ("raise KeyboardInterrupt", "raised KeyboardInterrupt at"),
+    ],
+)
+def test_what_a_sample_cannot_hold_is_one_line(run, line: str, problem: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(RewardError, match=problem) as caught:
+        run(changed(line))
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith("rollout.custom_generate_function_path: generate (")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "raise ValueError('gone')",
+        "sample.metadata['x'] = {1}",
+        "return None",
+        "from slurm_rl.errors import RewardError; raise RewardError('gone')",
+    ],
+)
+def test_a_function_that_fails_follows_on_reward_error(run, make_group, line: str) -> None:  # type: ignore[no-untyped-def]
+    """With `drop` its group is left out; with `halt`, and for an engine that fails, all ends."""
+    with pytest.raises(RewardError):
+        run(changed(f"if sample.index == 1: {line}"))
+    body = changed(f"if sample.index == 1:\n        {line}")
+    samples = run(body, group=make_group(num=2, index=7), on_reward_error="drop")
+
+    async def grade(samples: Any) -> Any:
+        raise AssertionError("what was given up is not graded")
+
+    graded = asyncio.run(grade_open(samples, grade))
+    assert graded.outcome == "dropped" and graded.why
+    assert [(s.group_index, s.sample_index, s.status) for s in graded.samples] == [
+        (7, 0, "failed"),
+        (7, 1, "failed"),
+    ]
+    render_line("k", graded.samples, outcome=graded.outcome, keep=False, reason=graded.why)
+
+
+def test_an_engine_that_fails_is_no_reward_error(run) -> None:  # type: ignore[no-untyped-def]
+    def say(session: str, turn: int, request: Any) -> Any:
+        raise EngineError("the server died")
+
+    with pytest.raises(EngineError, match="the server died"):
+        run(BY_TRANSCRIPT, say=say, on_reward_error="drop")
+
+
+def test_a_signal_that_stops_us_goes_through(run) -> None:  # type: ignore[no-untyped-def]
+    """It may arrive while the user's code runs; that is not the user's fault."""
+    with pytest.raises(Stopped):
+        run(changed("from slurm_rl.errors import Stopped; raise Stopped(15)"))

@@ -147,7 +147,7 @@ def test_rewards_at_the_end_and_none_at_all(run) -> None:  # type: ignore[no-unt
     [
         ("Bad", r"rollout.environment: Bad.step \(.*\) returned a tuple, not a Step"),
         ("Nan", "gave the reward nan"),
-        ("Raising", r"raised LookupError: no board at .*turncode.*py:\d+"),
+        ("Raising", r"raised LookupError: no board at .*mycode.*py:\d+"),
         ("Nothing", "made a Nothing, which has no reset and step"),
         ("failing", "raised OSError: no game"),
         ("Missing", "Missing"),
@@ -305,3 +305,86 @@ def test_the_newer_form_of_verifiers(run, chat) -> None:  # type: ignore[no-unty
 def test_a_rubric_of_no_known_form(run) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(RewardError, match=r"rubric.score_rollout gave no reward"):
         run("load_unscored", ["7"], text=VERIFIERS)
+
+
+ODD = """
+import time
+from slurm_rl.rollout.turns import Step
+
+
+class Base:
+    async def reset(self, prompt, seed):
+        return None
+
+    async def step(self, response):
+        return Step(done=True, reward=1.0)
+
+
+class Info(Base):
+    async def step(self, response):
+        return Step(done=True, reward=1.0, info={"seen": {1, 2}})
+
+
+class Number(Base):
+    async def step(self, response):
+        return Step(3)
+
+
+class Prompted(Base):
+    async def reset(self, prompt, seed):
+        return ["a"]
+
+
+class Hangs(Base):
+    def step(self, response):
+        time.sleep(3600)
+
+
+class Writes(Base):
+    async def reset(self, prompt, seed):
+        prompt.metadata["seed"] = {seed}
+
+
+class Nothing(Base):
+    async def step(self, response):
+        return Step(None, reward=0.0, info=None)
+
+
+def leaving():
+    raise SystemExit("one\\ntwo")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("Info", r"Info.step \(.*\) gave what cannot be kept: info\['seen'\] is of type set"),
+        ("Number", r"Number.step \(.*\) gave as observation a int; give a text"),
+        ("Prompted", r"Prompted.reset \(.*\) gave as prompt a list"),
+        ("Hangs", r"Hangs.step \(.*\) gave no answer within rollout.reward_timeout_s = 0.5 s"),
+        ("leaving", r"leaving \(.*\) raised SystemExit: one two at .*\.py:\d+"),
+    ],
+)
+def test_what_an_environment_cannot_give(run, name: str, problem: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(RewardError, match=problem) as caught:
+        run(name, ["5"], text=ODD, reward_timeout_s=0.5)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_prompt_that_leaves_the_model_no_room(run) -> None:  # type: ignore[no-untyped-def]
+    problem = (
+        r"Own.reset \(.*\) gave a prompt of \d+ tokens, which leaves no room in a context of 9"
+    )
+    with pytest.raises(RewardError, match=problem):
+        run("Own", ["5"], rollout_max_context_len=9)
+
+
+def test_what_it_writes_into_its_row_stays_there(run, make_group) -> None:  # type: ignore[no-untyped-def]
+    row = make_group("guess", num=1, label="7", metadata={"a": 1})
+    assert run("Writes", ["5"], text=ODD, group=row).metadata.keys() == {"a", "messages"}
+    assert row.visit.prompt.metadata == {"a": 1}
+    assert run("Nothing", ["5"] * 4, text=ODD).reward == 0.0
+
+
+def test_one_that_fails_has_its_group_dropped(run) -> None:  # type: ignore[no-untyped-def]
+    assert run("Info", ["5"], text=ODD, on_reward_error="drop").status == "failed"

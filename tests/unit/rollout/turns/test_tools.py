@@ -173,10 +173,10 @@ def test_calls_and_what_the_model_is_told(turn_settings, code) -> None:  # type:
         (
             "broken",
             {},
-            r"rollout.tools: broken \(.*py:\d+\) raised ZeroDivisionError: division by zero at .*turncode.*py:18",
+            r"rollout.tools: broken \(.*py:\d+\) raised ZeroDivisionError: division by zero at .*mycode.*py:18",
         ),
         ("silent", {}, "silent .* returned a NoneType; a tool returns a text"),
-        ("leaves", {}, "raised SystemExit: 3 at .*turncode"),
+        ("leaves", {}, "raised SystemExit: 3 at .*mycode"),
         ("forever", {}, "forever .* gave no answer within rollout.reward_timeout_s = 0.2 s"),
     ],
 )
