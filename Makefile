@@ -28,8 +28,7 @@ demo: install ## a whole run on this machine, no GPU and no Slurm
 	$(BIN)/slurm-rl submit configs/quickstart.yaml --wait
 
 test: install sglang-cpu lint ## everything, a real Slurm and a real SGLang included
-	# On their own: gloo keeps the threads of every process group that a process ever made, and
-	# these tests make hundreds; they would slow whatever runs after them.
+	# In a process of their own: they make a hundred trainers in it, one after the other.
 	$(PYTEST) -q tests/parity
 	# A real Slurm's tests mostly wait for it: they run beside all others, and are shown after them.
 	@mkdir -p .cache

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from slurm_rl.config.data_names import find_fault, parse_data_name
 from slurm_rl.config.derive import stage_env
 from slurm_rl.config.problems import Path, Problem
-from slurm_rl.config.rollout_schema import Overrides, Rollout
+from slurm_rl.config.rollout_schema import KEY_FIELDS, Overrides, Rollout
 from slurm_rl.config.schema import EVAL_PREFIX, Settings
 
 Problems = Iterator[Problem]
@@ -27,7 +27,6 @@ UNSTABLE = (
     "word_ladder",
 )
 _HASH_SEED = "PYTHONHASHSEED"
-_KEYS = ("input_key", "label_key", "metadata_key", "tool_key")
 #: What only a chat template looks at.
 _TEMPLATE_ONLY = ("tool_key", "system_prompt", "apply_chat_template_kwargs")
 
@@ -139,7 +138,7 @@ def _check_own(use: DataUse, rollout: Rollout) -> Problems:
     if own.rollout_top_k is not None and own.rollout_top_k != -1 and own.rollout_top_k < 1:
         rule = "must be at least 1, or -1 for all tokens"
         yield Problem((*at, "rollout_top_k"), rule, "change it", own.rollout_top_k)
-    for name in _KEYS:
+    for name in KEY_FIELDS:
         if use.is_procedural and getattr(own, name) is not None:
             rule = "has no effect: the rows are made, not read"
             yield Problem((*at, name), rule, "take it out", getattr(own, name))
@@ -163,7 +162,7 @@ def _check_shared(uses: list[DataUse], rollout: Rollout) -> Problems:
     """Settings of `rollout` that no data set would look at."""
     if not uses:
         return
-    for name in _KEYS:
+    for name in KEY_FIELDS:
         value = getattr(rollout, name)
         is_set = value != Rollout.model_fields[name].default
         if is_set and all(use.is_procedural for use in uses):

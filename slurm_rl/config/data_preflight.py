@@ -209,4 +209,5 @@ def _lacking(
         is_meant = field in _NEEDED or own is not None or use.own_at is None
         if key is not None and key not in names and is_meant:
             at: Path = ("rollout", field) if own is None else (*(use.own_at or ()), field)
-            yield Problem(at, f"is not a key of {place}", f"it has {', '.join(names)}", key)
+            there = ", ".join(names).encode(errors="backslashreplace").decode()
+            yield Problem(at, f"is not a key of {place}", f"it has {there}", key)

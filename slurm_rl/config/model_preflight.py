@@ -14,30 +14,33 @@ from typing import Any
 
 from slurm_rl.config.data_checks import data_uses
 from slurm_rl.config.problems import Path, Problem
-from slurm_rl.config.schema import InitModel, Settings
+from slurm_rl.config.schema import SPECIAL_TOKENS, InitModel, Settings
 
 Problems = Iterator[Problem]
 
+_DOWNLOAD = "download the model there, or mend the path"
 _TOKENIZERS = {"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"}
 #: Files beside `tokenizer_config.json` that bring a chat template.
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-#: Tokens of the tokenizer of characters besides its characters.
-_NUM_SPECIAL = 3
+#: Weights as the trainer reads them.
+_WEIGHTS = ".safetensors"
+#: SGLang, which serves reward models, reads these too.
+_OLD_WEIGHTS = ".bin"
 
 
 def check_model(settings: Settings) -> Problems:
     """What is missing of the models, and limits that are beyond the trained one."""
     server = settings.score.server
     if server is not None:
-        yield from _check_folder(File(server.hf_checkpoint), ("score", "server", "hf_checkpoint"))
+        yield from _check_served(File(server.hf_checkpoint))
     if settings.init_model is not None:
         config = settings.init_model.config
         yield from _check_made(settings.init_model)
-        default = len(settings.init_model.characters) + _NUM_SPECIAL
+        default = len(settings.init_model.characters) + len(SPECIAL_TOKENS)
         vocab_size = config.get("vocab_size", default)
     elif settings.hf_checkpoint is not None:
         folder = File(settings.hf_checkpoint)
-        missing = list(_check_folder(folder, ("hf_checkpoint",)))
+        missing = list(_check_trained(folder))
         yield from missing
         if missing:
             return
@@ -50,19 +53,29 @@ def check_model(settings: Settings) -> Problems:
     yield from _check_stop_tokens(settings, vocab_size)
 
 
-def _check_folder(folder: File, path: Path) -> Problems:
-    value = str(folder)
-    fix = "download the model there, or mend the path"
+def _check_trained(folder: File) -> Problems:
+    at: Path = ("hf_checkpoint",)
+    yield from _check_folder(folder, at, weights=(_WEIGHTS,))
+    if folder.is_dir() and not _TOKENIZERS & set(os.listdir(folder)):
+        yield Problem(at, "has no tokenizer", _DOWNLOAD, str(folder))
+
+
+def _check_served(folder: File) -> Problems:
+    """SGLang's arguments may name a tokenizer elsewhere, or none."""
+    at: Path = ("score", "server", "hf_checkpoint")
+    yield from _check_folder(folder, at, weights=(_WEIGHTS, _OLD_WEIGHTS))
+
+
+def _check_folder(folder: File, path: Path, *, weights: tuple[str, ...]) -> Problems:
     if not folder.is_dir():
-        yield Problem(path, "is not a directory", fix, value)
+        yield Problem(path, "is not a directory", _DOWNLOAD, str(folder))
         return
-    names = set(os.listdir(folder))
+    names = os.listdir(folder)
     if "config.json" not in names:
-        yield Problem(path, "has no config.json", fix, value)
-    if not any(name.endswith(".safetensors") for name in names):
-        yield Problem(path, "has no *.safetensors", fix, value)
-    if not names & _TOKENIZERS:
-        yield Problem(path, "has no tokenizer", fix, value)
+        yield Problem(path, "has no config.json", _DOWNLOAD, str(folder))
+    if not any(name.endswith(weights) for name in names):
+        rule = f"has no {' or '.join(f'*{suffix}' for suffix in weights)}"
+        yield Problem(path, rule, _DOWNLOAD, str(folder))
 
 
 def _check_made(model: InitModel) -> Problems:
@@ -76,7 +89,7 @@ def _check_made(model: InitModel) -> Problems:
             break
     if "model_type" not in model.config:
         yield Problem(("init_model", "config", "model_type"), "is missing", "add it, as llama")
-    size, least = model.config.get("vocab_size"), len(model.characters) + _NUM_SPECIAL
+    size, least = model.config.get("vocab_size"), len(model.characters) + len(SPECIAL_TOKENS)
     if isinstance(size, int) and size < least:
         rule = f"is less than the tokenizer's {least} (characters and three special tokens)"
         yield Problem(("init_model", "config", "vocab_size"), rule, "leave it out", size)
@@ -99,7 +112,10 @@ def _check_template(settings: Settings, folder: File) -> Problems:
 
 
 def _check_context(settings: Settings, positions: Any) -> Problems:
-    """Lengths that the model's positions cannot hold, wherever they are set."""
+    """Limits beyond the model's positions, which could never be met.
+
+    A long `rollout_max_response_len` is none: answers end where the context does.
+    """
     if not isinstance(positions, int) or isinstance(positions, bool):
         return
     rollout = settings.rollout
@@ -108,27 +124,9 @@ def _check_context(settings: Settings, positions: Any) -> Problems:
     if context is not None and context > positions:
         rule = f"is more than {takes}"
         yield Problem(("rollout", "rollout_max_context_len"), rule, "lower it", context)
-        return
-    if prompt is not None and prompt >= positions:
+    elif prompt is not None and prompt >= positions:
         rule = f"leaves no room for an answer in {takes}"
         yield Problem(("rollout", "rollout_max_prompt_len"), rule, "lower it", prompt)
-        return
-    for at, length in _response_lengths(settings):
-        if length >= positions:
-            rule = f"leaves no room for a prompt in {takes}"
-            yield Problem(at, rule, "lower it", length)
-        elif context is None and prompt is not None and prompt + length > positions:
-            rule = f"and rollout_max_prompt_len = {prompt} together are more than {takes}"
-            fix = f"lower one, or set rollout_max_context_len: {positions} to cut answers there"
-            yield Problem(at, rule, fix, length)
-
-
-def _response_lengths(settings: Settings) -> Iterator[tuple[Path, int]]:
-    name = "rollout_max_response_len"
-    yield ("rollout", name), settings.rollout.rollout_max_response_len
-    for use in data_uses(settings):
-        if use.own_at is not None and use.own.rollout_max_response_len is not None:
-            yield (*use.own_at, name), use.own.rollout_max_response_len
 
 
 def _check_stop_tokens(settings: Settings, vocab_size: Any) -> Problems:

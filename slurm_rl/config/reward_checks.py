@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from slurm_rl.config.derive import PROCEDURAL, data_sets
+from slurm_rl.config.data_names import parse_data_name
+from slurm_rl.config.derive import data_sets
 from slurm_rl.config.problems import Path, Problem, nearest
-from slurm_rl.config.rollout_schema import Overrides, Reward, Rollout
+from slurm_rl.config.rollout_schema import DataSet, EvalSet, Overrides, Reward, Rollout
 from slurm_rl.config.schema import Settings
 
 Problems = Iterator[Problem]
@@ -81,9 +82,21 @@ def _brings_rewards(settings: Settings) -> bool:
     if rollout.environment is not None or rollout.custom_generate_function_path is not None:
         return True
     return all(
-        part.rm_type or part.custom_rm_path or part.path.startswith(PROCEDURAL)
+        part.rm_type or part.custom_rm_path or is_made_with_reward(settings, part)
         for part in data_sets(settings)
     )
+
+
+def is_made_with_reward(settings: Settings, own: DataSet | EvalSet) -> bool:
+    """Whether a data set's rows name its maker's own scoring, since nobody named a reward."""
+    text = own.path if isinstance(own, DataSet) else own.prompt_data
+    is_single = isinstance(own, DataSet) and isinstance(settings.rollout.prompt_data, str)
+    sources = (own, settings.rollout) if is_single else (own,)
+    is_named = any(
+        source.rm_type or source.custom_rm_path or getattr(source, "rewards", ())
+        for source in sources
+    )
+    return parse_data_name(text).kind == "procedural" and not is_named
 
 
 def _sources(settings: Settings) -> Iterator[tuple[Path, Rollout | Overrides | Reward]]:
@@ -207,10 +220,10 @@ def _check_remote(settings: Settings) -> Problems:
 
 def _check_unasked(settings: Settings) -> Problems:
     """Addresses and servers that no reward asks; a row, or the user's code, may."""
-    if any(source.custom_rm_path for _, source in _sources(settings)) or _may_rows_name(settings):
+    if _has_own_code(settings) or _may_rows_name(settings):
         return
     rollout = settings.rollout
-    if not any(_uses(settings, "remote_rm")) and not rollout.custom_generate_function_path:
+    if not any(_uses(settings, "remote_rm")):
         for name in ("rm_url", "rm_service"):
             value = getattr(rollout, name)
             if value is not None:
@@ -219,6 +232,15 @@ def _check_unasked(settings: Settings) -> Problems:
     if settings.score.server is not None and not any(_uses(settings, *SERVED)):
         rule = f"serves a model that no reward asks ({' and '.join(SERVED)} do)"
         yield Problem(("score", "server"), rule, "take it out, or name such a reward")
+
+
+def _has_own_code(settings: Settings) -> bool:
+    """Whether code of the user's is given the settings, or may name a sample's reward."""
+    rollout = settings.rollout
+    named = [source.custom_rm_path for _, source in _sources(settings)]
+    named += [rollout.custom_generate_function_path, rollout.environment, *rollout.tools]
+    named += [rollout.dynamic_sampling_filter_path]
+    return any(name is not None and "." in name for name in named)  # a built-in has no dot
 
 
 def _may_rows_name(settings: Settings) -> bool:
@@ -311,7 +333,7 @@ def _check_services(settings: Settings) -> Problems:
             rule = "cannot go with rollout.dynamic_sampling_filter_path"
             fix = "a group without rewards cannot be filtered: use on_down: halt, or no filter"
             yield Problem((*path, "on_down"), rule, fix, "defer")
-        has_own = any(source.custom_rm_path for _, source in _sources(settings))
-        if settings.rollout.rm_service != name and not has_own:  # theirs may: `args.ask`
+        # Code of the user's may ask it: `args.ask`, `args.services`.
+        if settings.rollout.rm_service != name and not _has_own_code(settings):
             rule = "is asked by no reward"
             yield Problem(path, rule, "name it as rollout.rm_service, or take it out")

@@ -24,6 +24,8 @@ Share = Annotated[float, Field(gt=0, le=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 #: A data set's name: it is part of metric names and of file names.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,39}$")]
+#: Fields that say under which keys a row holds its parts.
+KEY_FIELDS = ("input_key", "label_key", "metadata_key", "tool_key")
 
 
 class Overrides(Section):
@@ -227,13 +229,17 @@ class Rollout(Stage):
     )
     group_rm: bool = Field(False, description="custom_rm_path takes a whole group, returns a list.")
     reward_timeout_s: Seconds = Field(
-        600.0, description="Longest that a reward, a filter or a tool may take."
+        600.0,
+        description="Longest that a reward, a filter, a tool or a method of an environment may"
+        " take.",
     )
     reward_retries: Annotated[int, Field(ge=0)] = Field(
         0, description="Tries again after a reward failed, before `on_reward_error`."
     )
     on_reward_error: Literal["halt", "drop"] = Field(
-        "halt", description="When a reward failed: halt the run, or leave its group out."
+        "halt",
+        description="When a reward, a generate function, an environment or a tool failed: halt"
+        " the run, or leave the group out.",
     )
     reward_workers: Annotated[int, Field(ge=0)] = Field(
         0,

@@ -12,14 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slurm_rl.config.data_names import parse_data_name
 from slurm_rl.config.problems import nearest
 from slurm_rl.config.reward_checks import BOXED, REWARD_NAMES, SERVED
-from slurm_rl.config.rollout_schema import DataSet, EvalSet, Overrides
+from slurm_rl.config.rollout_schema import KEY_FIELDS, Overrides
 from slurm_rl.config.schema import Settings
 from slurm_rl.types import canonical_json
 
-KEYS = ("input_key", "label_key", "metadata_key", "tool_key")
 #: Built-in rewards that compare with the label.
 COMPARING = (
     *("exact_match", "prefix_match", "f1", "gsm8k", "math"),
@@ -92,7 +90,7 @@ def plan_keys(settings: Settings, own: Overrides, *, name: str, place: str) -> K
     """The keys of a data set. place: where the settings have what it sets for itself."""
     keys = {}
     places = {}
-    for key in KEYS:
+    for key in KEY_FIELDS:
         value = getattr(own, key)
         keys[key] = getattr(settings.rollout, key) if value is None else value
         places[key] = f"{'rollout' if value is None else place}.{key}"
@@ -270,15 +268,3 @@ def _read_tools(value: Any, *, key: str) -> list[dict[str, Any]] | None:
     if not is_list:
         raise RowFault(f"{key!r} is not a list of tools (objects)")
     return list(value) or None
-
-
-def is_made_with_reward(settings: Settings, own: DataSet | EvalSet) -> bool:
-    """Whether a data set's rows name its maker's own scoring, since nobody named a reward."""
-    text = own.path if isinstance(own, DataSet) else own.prompt_data
-    is_single = isinstance(own, DataSet) and isinstance(settings.rollout.prompt_data, str)
-    sources = (own, settings.rollout) if is_single else (own,)
-    is_named = any(
-        source.rm_type or source.custom_rm_path or getattr(source, "rewards", ())
-        for source in sources
-    )
-    return parse_data_name(text).kind == "procedural" and not is_named

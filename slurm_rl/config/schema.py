@@ -88,6 +88,10 @@ class Chain(Section):
     budget: Budget = Field(default_factory=Budget, description="What the run may use.")
 
 
+#: Behind the characters of such a model's tokenizer: pad, eos and bos.
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>")
+
+
 class InitModel(Section):
     """A model with random weights, made by the init stage: for demos and tests."""
 

@@ -8,6 +8,7 @@ shard holds the groups of that shard.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from slurm_rl.rollout.samples import Sample
 from slurm_rl.storage.fs import POSIX, Fs
 
 PARTIAL_NAME = "partial.jsonl"
+#: What a prompt is; where it was read is no part of it, and must not be of a commit.
+_PROMPT = tuple(entry.name for entry in fields(Prompt) if entry.compare)
 
 #: A visit, and its samples so far; none where it starts afresh.
 Carried = tuple[Visit, tuple[Sample, ...]]
@@ -31,7 +34,7 @@ def write_carried(root: Path, carried: Iterable[Carried], *, fs: Fs = POSIX) -> 
         dumps(
             {
                 "group_index": visit.group_index,
-                "prompt": visit.prompt,
+                "prompt": {name: getattr(visit.prompt, name) for name in _PROMPT},
                 "tokens": visit.tokens,
                 "samples": samples,
             }

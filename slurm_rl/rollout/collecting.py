@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 #: Objects made and not dropped before the youngest are looked at, and how many such looks make an
-#: older generation's turn. What cycles there are (a failed task with its traceback) waits for as
-#: long; that is some megabytes at most.
+#: older generation's turn. What cycles there are (a failed task with its traceback) wait for as
+#: long; arrays in cycles that a user's reward makes, too: `gc.collect()` is theirs to call.
 _THRESHOLDS = (50_000, 20, 20)
 
 

@@ -286,11 +286,22 @@ def _read_parquet(path: Path) -> list[Any]:
     except ArrowException as error:
         why = str(error).strip().partition("\n")[0]
         raise DataError(f"{path}: it is no parquet file, or damaged ({why})") from error
-    for row in rows:
+    for number, row in enumerate(rows):
         for name in PARQUET_TEXTS:
             if isinstance(row.get(name), str):
-                row[name] = json.loads(row[name])
+                row[name] = _read_text(path, number, name, row[name])
     return rows
+
+
+def _read_text(path: Path, number: int, name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path}: row {number}: {name} = {_short(text)} is not JSON ({error}): it is no export"
+            " of `slurm-rl samples`",
+            hint="of other files write each sample as a line of .jsonl",
+        ) from error
 
 
 def _read_torch(path: Path) -> Any:

@@ -21,11 +21,12 @@ from typing import Any
 
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import RewardError
-from slurm_rl.rollout.rewards import describe, import_function
+from slurm_rl.rollout.rewards import describe
 from slurm_rl.rollout.rewards.parts import hand_over
 from slurm_rl.rollout.rewards.running import UserCode
 from slurm_rl.rollout.samples import Sample
 from slurm_rl.rollout.user_errors import say_error, show_value
+from slurm_rl.rollout.user_imports import import_function
 
 Filter = Callable[[Sequence[Sample]], Awaitable[tuple[bool, str]]]
 

@@ -207,8 +207,12 @@ def read_group(entry: Entry) -> list[Sample] | None:
     return None if found is None else [sample for sample, _ in found]
 
 
+#: Far fewer than a process may have: a stage may have hundreds of shards, and attempts of each.
+_MOST_OPEN = 64
+
+
 class GroupReader:
-    """Reads groups of some journals, each of which it opens once. A context manager."""
+    """Reads groups of some journals, of which it keeps a few open. A context manager."""
 
     def __init__(self) -> None:
         self._files: dict[Path, int] = {}
@@ -230,9 +234,7 @@ class GroupReader:
         """The samples of a finished group, sorted, each with its line of `samples.jsonl`; None if
         the group is not there any more as it was."""
         try:
-            file = self._files.get(entry.path)
-            if file is None:
-                file = self._files[entry.path] = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
+            file = self._open(entry.path)
             line = os.pread(file, entry.size_bytes, entry.offset).rstrip(b"\n")
         except OSError:
             return None
@@ -240,6 +242,14 @@ class GroupReader:
         if head is None or head["key"] != entry.key:
             return None
         return sorted(parse_rendered(line), key=lambda item: place_of(item[0]))
+
+    def _open(self, path: Path) -> int:
+        file = self._files.get(path)
+        if file is None:
+            if len(self._files) == _MOST_OPEN:
+                os.close(self._files.pop(next(iter(self._files))))
+            file = self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return file
 
 
 class JournalReader:

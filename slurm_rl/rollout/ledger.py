@@ -28,6 +28,7 @@ Admission = Literal["cursor", "arrival"]
 
 #: Verdicts; a dropped group's is `_DROPPED` plus the number of its reason.
 _OPEN, _KEPT, _DROPPED = range(3)
+_MOST_REASONS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +82,10 @@ class Ledger:
         self.rule = rule
         self._num_carried = num_carried
         self._groups = array("q")
-        self._verdicts = bytearray()
+        self._verdicts = array("H")
         self._places: dict[int, int] = {}  # of groups that are still open
         self._arrived = array("q")  # places of kept groups, in the order of their verdicts
-        self._reasons: list[str] = []
+        self._reasons: dict[str, int] = {}  # each one's number
         self._num_dropped = 0
         self._front = self._kept_before_front = 0
 
@@ -127,10 +128,13 @@ class Ledger:
             self._verdicts[place] = _KEPT
             self._arrived.append(place)
             return True
-        if reason not in self._reasons:
-            self._reasons.append(reason)
-        # A filter of more reasons than a byte counts: the last ones share a number.
-        self._verdicts[place] = min(255, _DROPPED + self._reasons.index(reason))
+        number = self._reasons.setdefault(reason, len(self._reasons))
+        if number > _MOST_REASONS:
+            raise DataError(
+                f"groups were dropped for more than {_MOST_REASONS:,} reasons, {reason!r} the last",
+                hint="a filter's reason names a kind of group, not the group: they are counted",
+            )
+        self._verdicts[place] = _DROPPED + number
         self._num_dropped += 1
         return True
 
@@ -202,7 +206,9 @@ class Ledger:
     def _count_reasons(self, end: int) -> dict[str, int]:
         """How often each reason was given for one of the first `end` visits."""
         counts = Counter(v - _DROPPED for v in self._verdicts[:end] if v >= _DROPPED)
-        return {self._reasons[number]: counts[number] for number in sorted(counts)}
+        return {
+            reason: counts[number] for reason, number in self._reasons.items() if counts[number]
+        }
 
 
 def plan_rule(

@@ -24,7 +24,7 @@ from slurm_rl.errors import EngineError
 from slurm_rl.rollout.closing import Close, Desk
 from slurm_rl.rollout.engine import Engine
 from slurm_rl.rollout.filters import Filter
-from slurm_rl.rollout.grading import Grade, grade_open
+from slurm_rl.rollout.grading import GivenUp, Grade, grade_open
 from slurm_rl.rollout.groups import PlannedGroup
 from slurm_rl.rollout.journal import Journal, JournalReader
 from slurm_rl.rollout.samples import Sample
@@ -156,7 +156,9 @@ class Pipeline:
 
     async def _finish(self, group: PlannedGroup, samples: list[Sample], floor: _Floor) -> None:
         graded = await grade_open(samples, floor.grade)
-        keep, reason = graded.outcome != "dropped", graded.why
+        keep, reason = graded.outcome != "dropped", ""
+        if not keep:  # the message is in the log: it has paths, which no commit may depend on
+            reason = "generation failed" if isinstance(samples, GivenUp) else "reward failed"
         index = group.group_index
         is_asked = graded.outcome == "graded" and not self._supply.is_wanted(index)
         if is_asked and self._keep is not None:

@@ -8,6 +8,7 @@ writes it to the log.
 from __future__ import annotations
 
 import inspect
+import os
 import sysconfig
 import traceback
 from collections.abc import Callable
@@ -17,9 +18,12 @@ from typing import Any
 #: Characters of an exception's text that a person is shown; the rest is in the log.
 _MOST = 300
 #: Where code lies that is not the user's: this package, Python's own, what is installed.
-_LIBRARIES = (
-    str(Path(__file__).parents[1]),
-    *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+_LIBRARIES = tuple(
+    f"{folder}{os.sep}"
+    for folder in (
+        Path(__file__).parents[1],
+        *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    )
 )
 
 
@@ -32,8 +36,15 @@ def say_error(error: BaseException) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """` at file:line`: the deepest line that is neither ours nor a library's, else the deepest."""
-    frames = traceback.extract_tb(error.__traceback__)
+    """` at file:line`: the deepest line that is neither ours nor a library's, else the deepest.
+
+    Of a file that is no Python, the line that is none.
+    """
+    if isinstance(error, SyntaxError) and _is_file(error.filename) and error.lineno:
+        return f" at {error.filename}:{error.lineno}"
+    # Frozen frames are the import's own machinery, and no file at all.
+    found = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in found if not frame.filename.startswith("<frozen ")]
     own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
     at = (own or frames)[-1:]
     return f" at {at[0].filename}:{at[0].lineno}" if at else ""
@@ -53,6 +64,10 @@ def show_value(value: Any, *, most: int = 60) -> str:
     except Exception:  # the user's own __repr__
         return f"a {type(value).__name__}"
     return text if len(text) <= most else f"{text[: most - 3]}…"
+
+
+def _is_file(name: str | None) -> bool:
+    return bool(name) and not str(name).startswith("<")
 
 
 def _say_alone(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, ModuleType
@@ -20,9 +21,11 @@ from slurm_rl.rollout.user_errors import raised_at, say_error
 
 #: Longest that the import of a module may take. Large libraries on a busy file system take minutes.
 IMPORT_S = 900.0
+#: For a timer whose time has come meanwhile: none would mean that it is off.
+_AT_ONCE_S = 1e-6
 
 
-class _TooLong(BaseException):
+class TooLong(BaseException):
     """Not an Exception: user code that swallows those must not swallow it."""
 
 
@@ -34,7 +37,7 @@ def import_function(dotted: str, *, field: str, timeout_s: float = IMPORT_S) -> 
     module_name, _, name = dotted.rpartition(".")
     if not module_name:
         raise ConfigError(f"{field} = {dotted!r} has no module", hint="write module.function")
-    if not all(part.isidentifier() for part in dotted.split(".")):
+    if not all(dotted.split(".")):
         raise ConfigError(f"{field} = {dotted!r} is no dotted path", hint="write module.function")
     about = f"{field} = {dotted!r}"
     module = _import(module_name, about, timeout_s)
@@ -57,9 +60,9 @@ def import_function(dotted: str, *, field: str, timeout_s: float = IMPORT_S) -> 
 
 def _import(name: str, about: str, timeout_s: float) -> ModuleType:
     try:
-        with _deadline(timeout_s):
+        with deadline(timeout_s):
             return importlib.import_module(name)
-    except _TooLong as error:
+    except TooLong as error:
         raise RewardError(
             f"{about}: importing {name} took longer than {timeout_s:g} s{raised_at(error)}",
             hint="what takes long belongs into the function, which has a deadline of its own",
@@ -78,22 +81,30 @@ def _import(name: str, about: str, timeout_s: float) -> ModuleType:
 
 
 @contextmanager
-def _deadline(timeout_s: float) -> Iterator[None]:
-    """Raise _TooLong in what runs after that time; nothing in a thread, which has no signals."""
+def deadline(timeout_s: float) -> Iterator[None]:
+    """Raise TooLong in what runs after that time; nothing in a thread, which has no signals.
+
+    A timer that runs already goes on afterwards, with what is left of its time.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(signal.SIGALRM, _give_up)
-    signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    left_s, interval_s = signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    began = time.monotonic()
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+        # None: a C library's handler, which Python cannot put back. Its timer would now be fatal.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL if before is None else before)
+        if left_s and before is not None:
+            left_s = max(left_s - (time.monotonic() - began), _AT_ONCE_S)
+            signal.setitimer(signal.ITIMER_REAL, left_s, interval_s)
 
 
 def _give_up(number: int, frame: FrameType | None) -> None:
-    raise _TooLong
+    raise TooLong
 
 
 def _place_of(module: ModuleType) -> str:

@@ -21,6 +21,7 @@ from slurm_rl.config.rollout_schema import EvalSet
 from slurm_rl.config.schema import EVAL_PREFIX, Settings
 from slurm_rl.errors import DataError, RewardError
 from slurm_rl.rollout.closing import Close
+from slurm_rl.rollout.collecting import rare_collections
 from slurm_rl.rollout.data import PromptData, Visit, prompt_tokenizer, resolve_eval
 from slurm_rl.rollout.engine import Engine
 from slurm_rl.rollout.grading import run_grading
@@ -60,7 +61,7 @@ def run_eval(order: Order, settings: Settings, *, engine: Engine | None = None) 
     name = order.kind.removeprefix(EVAL_PREFIX)
     chosen = settings.eval[name]
     weights, tokenizer = read_model(order)
-    with resolve_eval(settings, name) as data:
+    with rare_collections(), resolve_eval(settings, name) as data:
         data.check()
         context_len = find_context_len(settings, weights.path)
         rows = Rows(data, settings, name, tokenizer=tokenizer, context_len=context_len)

@@ -13,7 +13,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from slurm_rl.config.schema import InitModel, Settings
+from slurm_rl.config.schema import SPECIAL_TOKENS, InitModel, Settings
 from slurm_rl.errors import ConfigError, ModelError
 from slurm_rl.seeds import derive_seed
 from slurm_rl.storage.digest import digest_entries
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 #: Suffixes and names of what is linked besides the weights themselves.
 _COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _SPECIAL_IDS = ("pad_token_id", "eos_token_id", "bos_token_id")
-_PAD, _EOS, _BOS = "<pad>", "<eos>", "<bos>"
+_PAD, _EOS, _BOS = SPECIAL_TOKENS
 #: Each message's text and nothing else: a model of characters knows no roles.
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 

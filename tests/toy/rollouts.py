@@ -107,6 +107,7 @@ class Shard:
     stream: Numbers | None = None
     weights: Weights = WEIGHTS
     keep: Any = None
+    grade: Any = by_length
     over: int | None = None
     batch: int = 12
     admission: str = "cursor"
@@ -162,7 +163,7 @@ class Shard:
             self.engine.start(self.weights)
             generate = SingleTurn(self.engine, Finisher(self.weights, Text()))
             self.outcome = await self.pipeline.run(
-                self.engine, generate, by_length, journal_path=self.folder / JOURNAL_NAME
+                self.engine, generate, self.grade, journal_path=self.folder / JOURNAL_NAME
             )
             self.close = self.outcome.close
         return self

@@ -12,8 +12,9 @@ from typing import Any
 
 from slurm_rl.config.data_names import parse_data_name
 from slurm_rl.config.derive import data_sets
+from slurm_rl.config.reward_checks import is_made_with_reward
 from slurm_rl.config.rollout_schema import DataSet, EvalSet
-from slurm_rl.config.row_rules import is_made_with_reward, plan_keys
+from slurm_rl.config.row_rules import plan_keys
 from slurm_rl.config.schema import Settings
 from slurm_rl.rollout.data.columns import FolderSource, ParquetSource
 from slurm_rl.rollout.data.cursor import Cursor, start_cursor

@@ -16,7 +16,6 @@ from slurm_rl.rollout.rewards.functions import (
 )
 from slurm_rl.rollout.rewards.grader import Graded, Grader
 from slurm_rl.rollout.rewards.plan import find_rewards
-from slurm_rl.rollout.user_imports import import_function
 
 __all__ = [
     "BUILT_IN",
@@ -27,5 +26,4 @@ __all__ = [
     "describe",
     "find_reward",
     "find_rewards",
-    "import_function",
 ]

@@ -12,7 +12,7 @@ from slurm_rl.errors import ConfigError, RewardError
 from slurm_rl.rollout.rewards import asking, mathematics, programs, texts
 from slurm_rl.rollout.rewards.means import Means
 from slurm_rl.rollout.samples import Sample
-from slurm_rl.rollout.user_errors import name_function, show_value
+from slurm_rl.rollout.user_errors import name_function, say_error, show_value
 from slurm_rl.rollout.user_imports import import_function
 
 #: The largest float32.
@@ -93,13 +93,20 @@ def find_built_in(name: Any) -> BuiltIn:
 def check_reward(value: Any, *, function: BuiltIn | RewardFunction, prompt: Any) -> float:
     """`value` as a finite float; RewardError saying who returned what for which prompt."""
     hint = "return a finite float"
-    number = as_number(value)
+    try:
+        number = _read_number(value)
+    except Exception as error:  # the value's own attributes
+        raise RewardError(
+            f"reward {describe(function)} returned what raised {say_error(error)}"
+            f" for the prompt {shorten(prompt)}",
+            hint=hint,
+        ) from error
     if number is None:
         problem = f"a {type(value).__name__}, not a number"
         if isinstance(value, Mapping):
             hint = "name the entry to train on as rollout.reward_key"
     elif not is_storable(number):
-        problem = str(number)[:40]
+        problem = _show_number(number)
         hint = "return a finite float of single precision"
     else:
         return float(number)
@@ -112,8 +119,21 @@ def check_reward(value: Any, *, function: BuiltIn | RewardFunction, prompt: Any)
 def as_number(value: Any) -> numbers.Real | None:
     """The value if it is a real number; what an array or a tensor without axes holds, too.
 
-    NumPy's bool is such a one, and no number to Python.
+    NumPy's bool is such a one, and no number to Python. What cannot be read is none.
     """
+    try:
+        return _read_number(value)
+    except Exception:  # the value's own attributes
+        return None
+
+
+def as_finite(value: Any) -> float | None:
+    """What `as_number` gives as a float that samples can hold; None for all else."""
+    number = as_number(value)
+    return float(number) if number is not None and is_storable(number) else None
+
+
+def _read_number(value: Any) -> numbers.Real | None:
     if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == ():
         item = getattr(value, "item", None)
         value = item() if callable(item) else value
@@ -124,13 +144,20 @@ def is_storable(value: Any) -> bool:
     """Whether a number is finite as a float32, in which samples hold their rewards."""
     try:
         return abs(float(value)) <= _LARGEST
-    except OverflowError:  # a whole number of more than three hundred digits
+    except Exception:  # a whole number of more than three hundred digits; its own `__float__`
         return False
 
 
 def describe(function: Callable[..., Any] | BuiltIn) -> str:
     """`name (file:line)`, for a person to click on; of a built-in its name."""
     return function.name if isinstance(function, BuiltIn) else name_function(function)
+
+
+def _show_number(number: numbers.Real) -> str:
+    try:
+        return str(number)[:40]
+    except Exception:  # Python writes no number of more than 4,300 digits
+        return "a number that cannot be shown"
 
 
 def shorten(prompt: Any) -> str:

@@ -26,6 +26,7 @@ from slurm_rl.rollout.rewards.texts import last_boxed
 from slurm_rl.rollout.rewards.workers import Workers
 from slurm_rl.rollout.samples import Sample
 from slurm_rl.rollout.services import Clients, Unavailable, backoff_s
+from slurm_rl.rollout.user_errors import say_error
 
 log = logging.getLogger(__name__)
 
@@ -242,11 +243,15 @@ class Grader:
         )
         if isinstance(values, RewardError):
             raise values
-        if len(getattr(values, "shape", ())) == 1 and callable(getattr(values, "tolist", None)):
-            values = values.tolist()  # an array, or a tensor
-        length = len(values) if isinstance(values, (list, tuple)) else None
-        if length != len(samples):
-            found = f"a {type(values).__name__}" if length is None else f"{length} rewards"
+        try:
+            listed = _as_list(values)
+        except Exception as error:  # the values' own attributes
+            raise RewardError(
+                f"reward {describe(term.function)} returned what raised {say_error(error)}"
+                f" for the prompt {shorten(prompt)}"
+            ) from error
+        if listed is None or len(listed) != len(samples):
+            found = f"a {type(values).__name__}" if listed is None else f"{len(listed)} rewards"
             raise RewardError(
                 f"reward {describe(term.function)} returned {found} for {len(samples)} samples"
                 f" of the prompt {shorten(prompt)}",
@@ -254,8 +259,15 @@ class Grader:
             )
         return [
             take_back(value, term, copied, sample=sample)
-            for value, copied, sample in zip(values, given, samples, strict=True)
+            for value, copied, sample in zip(listed, given, samples, strict=True)
         ]
+
+
+def _as_list(values: Any) -> Sequence[Any] | None:
+    """A list or a tuple as it is; what an array or a tensor of one axis holds; None of all else."""
+    if len(getattr(values, "shape", ())) == 1 and callable(getattr(values, "tolist", None)):
+        values = values.tolist()
+    return values if isinstance(values, (list, tuple)) else None
 
 
 def _part_of(value: Any, term: Term, given: Sample, sample: Sample) -> Part:

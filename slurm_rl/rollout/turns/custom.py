@@ -10,8 +10,6 @@ Owns the check of what comes back. What it refuses, it names with the function a
 from __future__ import annotations
 
 import copy
-import math
-import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -19,13 +17,15 @@ from typing import Any, ClassVar
 
 from slurm_rl.errors import RewardError
 from slurm_rl.rollout.plain_json import NotPlain, copy_object, copy_plain
-from slurm_rl.rollout.rewards import describe, import_function
+from slurm_rl.rollout.rewards import describe
+from slurm_rl.rollout.rewards.functions import as_finite
 from slurm_rl.rollout.samples import STATUSES, Sample
 from slurm_rl.rollout.turns.conversation import Conversation
 from slurm_rl.rollout.turns.session import ConversationCut
 from slurm_rl.rollout.turns.transcript import Transcript
 from slurm_rl.rollout.turns.user_code import call_user
 from slurm_rl.rollout.user_errors import say_error, show_value
+from slurm_rl.rollout.user_imports import import_function
 
 _FIELD = "rollout.custom_generate_function_path"
 
@@ -238,7 +238,8 @@ def _read_logprobs(value: Any, mask: Sequence[int]) -> list[float]:
             "give one for each response token, 0.0 where the mask is 0",
         )
     for logprob, is_trained in zip(given, mask, strict=True):
-        if is_trained and not (_is_finite(logprob) and logprob <= 1e-6):
+        number = as_finite(logprob) if is_trained else 0.0
+        if number is None or number > 1e-6:
             rule = "give those that session.generate returned"
             raise _Refused(f"with the log-prob {show_value(logprob)} of a trained token", rule)
     return [float(x) if m else 0.0 for x, m in zip(given, mask, strict=True)]
@@ -262,19 +263,15 @@ def _read_reward(value: Any, key: str | None) -> tuple[float | None, dict[str, f
     if value is None:
         return None, {}
     parts = value if isinstance(value, dict) else {}
-    number = parts.get(key) if isinstance(value, dict) else value
     if isinstance(value, dict) and key is None:
         raise _Refused("whose reward is an object", "name its entry as rollout.reward_key")
-    for part in (number, *parts.values()):
-        if not _is_finite(part):
-            raise _Refused(
-                f"with the reward {show_value(value)}", "a reward is a finite number, or None"
-            )
-    return float(number), {str(name): float(part) for name, part in parts.items()}  # type: ignore[arg-type]
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and math.isfinite(value)
+    number = as_finite(parts.get(key) if isinstance(value, dict) else value)
+    found = {str(name): as_finite(part) for name, part in parts.items()}
+    named = {name: part for name, part in found.items() if part is not None}
+    if number is None or len(named) < len(found):
+        rule = "a reward is a finite number of single precision, or None"
+        raise _Refused(f"with the reward {show_value(value)}", rule)
+    return number, named
 
 
 def _refuse(function: Function, problem: str, rule: str) -> RewardError:

@@ -5,6 +5,10 @@ function that makes one, by dotted path; it is called with `args` if it has a pa
 name. One that makes an environment of the library `verifiers` is called once, and each
 conversation gets an adapter on the same object. `reasoning_gym` is built in.
 
+An object is made, and its plain methods are called, in one thread of its conversation's own. One
+whose plain method never comes back is closed in that thread if it ever does, and `close` is not
+called beside it.
+
 Ends with `completed` where the environment says so; with `truncated` where turns or tokens ran
 out, or an observation would leave the model no room. The reward is the last that the
 environment gave; one that gave none leaves it to `rm_type` and its like.
@@ -15,58 +19,110 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-import math
-import numbers
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import RewardError, SlurmRlError, Stopped
 from slurm_rl.rollout.plain_json import NotPlain, copy_object, copy_plain
-from slurm_rl.rollout.rewards import describe, import_function
+from slurm_rl.rollout.rewards import describe
+from slurm_rl.rollout.rewards.functions import as_finite
 from slurm_rl.rollout.samples import Sample
 from slurm_rl.rollout.turns.conversation import Conversation
 from slurm_rl.rollout.turns.protocol import Environment, Said, Step
 from slurm_rl.rollout.turns.reasoning import ReasoningGym
+from slurm_rl.rollout.turns.threads import OwnThread, unpack
 from slurm_rl.rollout.turns.user_code import as_coroutine, call_user
 from slurm_rl.rollout.turns.verifiers import VerifiersEnvironment, is_verifiers
 from slurm_rl.rollout.user_errors import say_error, show_value
+from slurm_rl.rollout.user_imports import TooLong, deadline, import_function
 
 _FIELD = "rollout.environment"
+_STEP = "return Step(observation, done, reward, info); the reward is a finite number or None"
 
 
-def find_environment(settings: Settings, args: SimpleNamespace) -> Callable[[], Environment]:
-    """What makes the environment of a conversation. RewardError for a path that leads nowhere."""
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A conversation's environment, and the thread that it belongs to."""
+
+    environment: Environment
+    thread: OwnThread = field(default_factory=OwnThread)
+
+
+Make = Callable[[], Awaitable[Seat]]
+
+
+def find_environment(settings: Settings, args: SimpleNamespace) -> Make:
+    """What makes the environment of a conversation. RewardError for a path that leads nowhere.
+
+    One is made at once, so that what cannot be made is known before anything is generated.
+    """
     name = settings.rollout.environment
     assert name is not None
     if name == "reasoning_gym":
-        return ReasoningGym
+        return _as_make(lambda: Seat(ReasoningGym()))
     factory = import_function(name, field=_FIELD)
-    first = _make(factory, args)
-    if is_verifiers(first):
-        return lambda: VerifiersEnvironment(first)
-    spare = [first]
-    return lambda: spare.pop() if spare else _make(factory, args)
+    timeout_s = settings.rollout.reward_timeout_s
+    build = partial(_build, factory, args)
+    spare = []
+    if _is_plain_class(factory):
+        thread = OwnThread()
+        try:
+            spare.append(Seat(thread.wait(build, timeout_s=timeout_s), thread))
+        except TimeoutError as error:
+            thread.end()
+            raise _too_slow(factory, timeout_s) from error
+    else:
+        shared = _try_out(factory, build, timeout_s)
+        if shared is not None:
+            return _as_make(lambda: Seat(VerifiersEnvironment(shared)))
+
+    async def make() -> Seat:
+        if spare:
+            return spare.pop()
+        thread = OwnThread()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return Seat(await thread.call(build), thread)
+        except BaseException as error:
+            thread.end()
+            if isinstance(error, TimeoutError):
+                raise _too_slow(factory, timeout_s) from error
+            raise
+
+    return make
 
 
-async def run_environment(
-    conversation: Conversation, make: Callable[[], Environment]
-) -> list[Sample]:
+async def run_environment(conversation: Conversation, make: Make) -> list[Sample]:
     """One conversation; raises what the engine raises, and RewardError for the user's code."""
-    environment = make()
+    seat = await make()
     try:
-        return [await _converse(conversation, environment)]
+        return [await _converse(conversation, seat)]
     finally:
-        close = getattr(environment, "close", None)
-        if close is not None:
-            await _ask(conversation, close)
+        await _close(conversation, seat)
 
 
-async def _converse(conversation: Conversation, environment: Environment) -> Sample:
+async def _close(conversation: Conversation, seat: Seat) -> None:
+    close = getattr(seat.environment, "close", None)
+    try:
+        if close is None:
+            return
+        if not seat.thread.is_busy:
+            await _ask(conversation, seat, close)
+        elif not inspect.iscoroutinefunction(inspect.unwrap(close)):
+            seat.thread.post(close)
+    finally:
+        seat.thread.end()
+
+
+async def _converse(conversation: Conversation, seat: Seat) -> Sample:
+    environment = seat.environment
     # A copy: samples of a group share what they have from their row.
     prompt = copy.deepcopy(conversation.group.visit.prompt)
-    begun = await _ask(conversation, environment.reset, prompt, conversation.session.seed)
+    begun = await _ask(conversation, seat, environment.reset, prompt, conversation.session.seed)
     begun = None if begun is None else _check_said(begun, environment.reset, "prompt")
     own = None if begun is None else conversation.template.encode_prompt(begun)
     talk = conversation.open(own)
@@ -84,59 +140,77 @@ async def _converse(conversation: Conversation, environment: Environment) -> Sam
         if not said.tokens or said.finish == "abort":
             break
         # An answer that was cut short is judged too, as it is where there is one turn.
-        step = await _step(conversation, environment, said.text)
-        reward = reward if step.reward is None else float(step.reward)
+        step = await _step(conversation, seat, said.text)
+        reward = reward if step.reward is None else step.reward
         info |= step.info
         if step.done or said.finish != "stop":
             status = "completed" if said.finish == "stop" else "truncated"
             break
         if turn + 1 == max_turns or not talk.add_messages(step.observation):
             break
-    if hasattr(environment, "score") and not conversation.session.aborted:
-        reward = await _score(conversation, environment)
+    score = getattr(environment, "score", None)
+    if score is not None and not conversation.session.aborted:
+        reward = await _score(conversation, seat, score)
     notes = {"environment": info} if info else {}
     fields = {} if begun is None else {"prompt": begun}
     return conversation.finish(talk, status=status, reward=reward, notes=notes, **fields)
 
 
-async def _ask(conversation: Conversation, function: Callable[..., Any], *args: Any) -> Any:
-    """What a method of the user's gives; a plain one runs in a thread, beside others."""
+async def _ask(
+    conversation: Conversation, seat: Seat, function: Callable[..., Any], *args: Any
+) -> Any:
+    """What a method of the user's gives; a plain one runs in the conversation's thread."""
     timeout_s = conversation.settings.rollout.reward_timeout_s
+    method = as_coroutine(function, run=seat.thread.call)
     try:
         async with asyncio.timeout(timeout_s):
-            return await call_user(as_coroutine(function), *args, field=_FIELD)
+            return await call_user(method, *args, field=_FIELD)
     except TimeoutError as error:
+        raise _too_slow(function, timeout_s) from error
+
+
+async def _score(conversation: Conversation, seat: Seat, function: Callable[..., Any]) -> Any:
+    value = await _ask(conversation, seat, function)
+    return None if value is None else _check_reward(value, function)
+
+
+async def _step(conversation: Conversation, seat: Seat, response: str) -> Step:
+    function = seat.environment.step
+    step = await _ask(conversation, seat, function, response)
+    try:
+        return _read_step(step, function)
+    except SlurmRlError:
+        raise
+    except Exception as error:  # what the attributes are, or are asked for
         raise RewardError(
-            f"{_FIELD}: {describe(function)} gave no answer within"
-            f" rollout.reward_timeout_s = {timeout_s:g} s"
+            f"{_FIELD}: {describe(function)} returned a Step that cannot be read:"
+            f" {say_error(error)}",
+            hint=_STEP,
         ) from error
 
 
-async def _score(conversation: Conversation, environment: Any) -> float | None:
-    value = await _ask(conversation, environment.score)
-    if value is None or _is_finite(value):
-        return None if value is None else float(value)
-    raise RewardError(
-        f"{_FIELD}: {describe(environment.score)} gave the reward {show_value(value)}",
-        hint="return a finite number or None",
+def _read_step(step: Any, function: Callable[..., Any]) -> Step:
+    if not all(hasattr(step, n) for n in ("observation", "done", "reward", "info")):
+        raise RewardError(
+            f"{_FIELD}: {describe(function)} returned a {type(step).__name__}, not a Step",
+            hint=_STEP,
+        )
+    reward = None if step.reward is None else _check_reward(step.reward, function)
+    said = _check_said(step.observation, function, "observation")
+    info = {} if step.info is None else step.info
+    return Step(
+        said, bool(step.done), reward, _check_plain(info, function, "info", copies=copy_object)
     )
 
 
-async def _step(conversation: Conversation, environment: Environment, response: str) -> Step:
-    step = await _ask(conversation, environment.step, response)
-    missing = [n for n in ("observation", "done", "reward", "info") if not hasattr(step, n)]
-    if missing:
-        problem = f"returned a {type(step).__name__}, not a Step"
-    elif step.reward is not None and not _is_finite(step.reward):
-        problem = f"gave the reward {show_value(step.reward)}"
-    else:
-        said = _check_said(step.observation, environment.step, "observation")
-        info = _check_plain(step.info or {}, environment.step, "info", copies=copy_object)
-        return Step(said, bool(step.done), step.reward, info)
-    raise RewardError(
-        f"{_FIELD}: {describe(environment.step)} {problem}",
-        hint="return Step(observation, done, reward, info); the reward is a finite number or None",
-    )
+def _check_reward(value: Any, function: Callable[..., Any]) -> float:
+    reward = as_finite(value)
+    if reward is None:
+        raise RewardError(
+            f"{_FIELD}: {describe(function)} gave the reward {show_value(value)}",
+            hint="a reward is a finite number of single precision, or None",
+        )
+    return reward
 
 
 def _check_said(value: Any, function: Callable[..., Any], name: str) -> Said:
@@ -167,15 +241,49 @@ def _check_plain(
         ) from None
 
 
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and math.isfinite(value)
+def _is_plain_class(factory: Callable[..., Any]) -> bool:
+    """Whether it is known without a call that what it makes is no object of `verifiers`."""
+    return inspect.isclass(factory) and not is_verifiers(factory)
 
 
-def _make(factory: Callable[..., Any], args: SimpleNamespace) -> Any:
+def _try_out(factory: Callable[..., Any], build: Callable[[], Any], timeout_s: float) -> Any:
+    """What a function makes, if it is an object of `verifiers`, which all conversations share.
+
+    It is called in this thread, as that library needs it: it sets handlers of signals. Another
+    object would have to belong to its conversation's thread, and is closed again: None.
+    """
+    try:
+        with deadline(timeout_s):
+            made = build()
+            if is_verifiers(made):
+                return made
+            close = getattr(made, "close", None)
+            left = None if close is None else close()
+        if inspect.isawaitable(left):
+            thread = OwnThread()  # a loop may run in this one
+            closing = thread.post(lambda: asyncio.run(_finish(left)))
+            thread.end()
+            unpack(closing.result(timeout_s))
+    except (TooLong, TimeoutError) as error:
+        raise _too_slow(factory, timeout_s) from error
+    except (SlurmRlError, Stopped):
+        raise
+    except BaseException as error:  # the user's `close`
+        raise RewardError(
+            f"{_FIELD}: closing what {describe(factory)} made raised {say_error(error)}"
+        ) from error
+    return None
+
+
+async def _finish(left: Awaitable[Any]) -> None:
+    await left
+
+
+def _build(factory: Callable[..., Any], args: SimpleNamespace) -> Any:
     try:
         takes_args = "args" in inspect.signature(factory).parameters
         made = factory(args=args) if takes_args else factory()
-    except (SlurmRlError, Stopped):
+    except (SlurmRlError, Stopped, TooLong):
         raise
     except BaseException as error:  # the user's code, `sys.exit` too
         raise RewardError(f"{_FIELD}: {describe(factory)} raised {say_error(error)}") from error
@@ -186,3 +294,17 @@ def _make(factory: Callable[..., Any], args: SimpleNamespace) -> Any:
             hint="see docs/rollout.md, Several turns",
         )
     return made
+
+
+def _as_make(build: Callable[[], Seat]) -> Make:
+    async def make() -> Seat:
+        return build()
+
+    return make
+
+
+def _too_slow(function: Callable[..., Any], timeout_s: float) -> RewardError:
+    return RewardError(
+        f"{_FIELD}: {describe(function)} gave no answer within"
+        f" rollout.reward_timeout_s = {timeout_s:g} s"
+    )

@@ -141,9 +141,12 @@ class _Generator:
         session = conversation.session
         try:
             samples = await self._converse(conversation)
-        except Exception:
-            # What the user's code makes of an answer that was cut off says nothing about it.
-            if not session.aborted or session.failure is not None:
+        except Exception as error:
+            # What the user's code makes of an engine's failure, or of an answer that was cut off,
+            # says nothing about the code.
+            if session.failure is not None:
+                raise session.failure from error
+            if not session.aborted:
                 raise
             samples = []
         if session.failure is not None:

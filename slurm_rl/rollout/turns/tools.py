@@ -18,12 +18,13 @@ from typing import Any
 from slurm_rl.config.schema import Settings
 from slurm_rl.config.turn_checks import BUILT_IN_TOOLS
 from slurm_rl.errors import RewardError
-from slurm_rl.rollout.rewards import describe, import_function
+from slurm_rl.rollout.rewards import describe
 from slurm_rl.rollout.turns.calculator import FUNCTIONS, calculate
 from slurm_rl.rollout.turns.calls import BadCall, ToolCall
 from slurm_rl.rollout.turns.schemas import check_arguments, make_schema, read_schema
 from slurm_rl.rollout.turns.together import run_together
 from slurm_rl.rollout.turns.user_code import as_coroutine, call_user
+from slurm_rl.rollout.user_imports import import_function
 
 _FIELD = "rollout.tools"
 #: Calls of one answer that are made; further ones are answered with an error.

@@ -71,13 +71,15 @@ async def in_thread(function: Callable[[], T]) -> T:
     return await future
 
 
-def as_coroutine(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
-    """A plain function so that it does not hold the loop: it runs in a thread."""
+def as_coroutine(
+    function: Callable[..., Any], *, run: Callable[..., Awaitable[Any]] = in_thread
+) -> Callable[..., Awaitable[Any]]:
+    """A plain function so that it does not hold the loop: `run` runs it, by default in a thread."""
     if inspect.iscoroutinefunction(inspect.unwrap(function)):
         return function
 
     async def call(*args: Any, **kwargs: Any) -> Any:
-        value = await in_thread(lambda: function(*args, **kwargs))
+        value = await run(lambda: function(*args, **kwargs))
         return await value if inspect.isawaitable(value) else value
 
     call.__wrapped__ = function  # type: ignore[attr-defined]  # `describe` looks through it

@@ -1,3 +1,4 @@
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -8,8 +9,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from slurm_rl.config import row_preflight
 from slurm_rl.config.data_preflight import check_data_files
-from slurm_rl.config.schema import Settings
+from slurm_rl.config.row_preflight import unknown_character
+from slurm_rl.config.schema import SPECIAL_TOKENS, Settings
+from slurm_rl.stages.init import make_tokenizer
 
 Load = Callable[..., Settings]
 FOLDER = Path(__file__).parents[2] / "golden" / "datasets-folder"
@@ -180,6 +184,9 @@ def test_a_row_that_the_rollout_would_refuse_is_named(
         ({"prompt": "a", "label": None, "m": {"rm_type": "format"}}, LABELLED | {"rollout__metadata_key": "m"}),
         ({"prompt": "a", "label": 0}, LABELLED),
         ({"prompt": "a", "label": ""}, LABELLED | {"rollout__rm_type": "exact_match"}),
+        # Nobody looks at keys that no setting names.
+        ('{"prompt": "a", "note": "half \\ud83d"}', {}),
+        ('{"prompt": "a", "half \\ud83d": 1}', {}),
         # Whoever leads the conversation may bring rewards and labels of its own.
         ({"prompt": "a", "label": None}, LABELLED | {"rollout__environment": "my.Env"}),
     ],
@@ -187,7 +194,8 @@ def test_a_row_that_the_rollout_would_refuse_is_named(
 def test_a_row_that_the_rollout_takes_is_fine(
     row_fault: Callable[..., str | None], row: Any, values: dict[str, Any]
 ) -> None:
-    row = {"label": "5", "m": {}} | row
+    if isinstance(row, dict):
+        row = {"label": "5", "m": {}} | row
     values = LABELLED | values if "m" in values.get("rollout__metadata_key", "") else values
     assert row_fault(row, **values) is None
 
@@ -226,6 +234,70 @@ def test_only_rows_of_the_slice_count(lines: Callable[..., list[str]], tmp_path:
         assert line.endswith("has no rows there: the data has fewer; mend the slice")
     (line,) = lines(rollout__prompt_data="@/s.jsonl@[20:]")
     assert "s.jsonl:61: 'prompt' is null" in line
+
+
+@pytest.mark.parametrize("kind", ["parquet", "folder", "jsonl"])
+def test_a_slice_s_end_may_be_counted_from_the_end(
+    lines: Callable[..., list[str]], tmp_path: Path, kind: str
+) -> None:
+    """A bad row is told of where it is in the slice, and only there."""
+    texts: list[str | None] = ["a", "b", "c", "d", "e", None, "g"]
+    name = f"n.{kind}" if kind != "folder" else "n"
+    if kind == "parquet":
+        parquet.write_table(pa.table({"prompt": texts}), tmp_path / name, row_group_size=3)
+    elif kind == "jsonl":
+        (tmp_path / name).write_text("".join(json.dumps({"prompt": t}) + "\n" for t in texts))
+    else:
+        write_folder(tmp_path / name, pa.table({"prompt": texts}))
+    bounds = (None, -8, -6, -2, -1, 2, 5, 6, 9)
+    for start, stop in itertools.product(bounds, bounds):
+        chosen = range(7)[start:stop]
+        if not chosen:
+            continue
+        text = ":".join("" if bound is None else str(bound) for bound in (start, stop))
+        found = lines(rollout__prompt_data=f"@/{name}@[{text}]")
+        is_counted = kind != "folder" or ((start or 0) >= 0 and (stop or 0) >= 0)
+        assert bool(found) == (5 in chosen and is_counted), (text, found)
+
+
+def write_folder(folder: Path, table: Any) -> None:
+    """A data set as `datasets` saves one."""
+    folder.mkdir()
+    with pa.ipc.new_stream(str(folder / "data.arrow"), table.schema) as stream:
+        stream.write_table(table)
+    state = {"_data_files": [{"filename": "data.arrow"}]}
+    (folder / "state.json").write_text(json.dumps(state))
+
+
+def test_a_file_s_end_that_is_far_is_not_looked_for(
+    lines: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_preflight, "_WHOLE_BYTES", 10)
+    (tmp_path / "n.jsonl").write_text('{"prompt": "a"}\n{"prompt": null}\n')
+    for good in ("@[:1]", "@[:-1]", "@[-1:]"):
+        assert lines(rollout__prompt_data=f"@/n.jsonl{good}") == []
+    assert len(lines(rollout__prompt_data="@/n.jsonl")) == 1
+
+
+def test_a_name_that_cannot_be_shown_is_written_out(
+    lines: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "n.jsonl").write_text('{"half \\ud83d": 1}\n')
+    (line,) = lines(rollout__prompt_data="@/n.jsonl")
+    assert line.endswith("is not a key of @/n.jsonl:1; it has half \\ud83d")
+    line.encode()
+
+
+def test_the_characters_that_are_known_are_those_of_the_tokenizer(load: Load) -> None:
+    tokenizer, settings = make_tokenizer(MADE["init_model"]["characters"]), load(**MADE)
+    tokens = [*SPECIAL_TOKENS, "<unk>", "<", "a", "b", "c"]
+    for text in map("".join, itertools.product(tokens, repeat=2)):
+        try:
+            tokenizer(text)
+            is_known = True
+        except Exception:  # the library's own has no name
+            is_known = False
+        assert (unknown_character(settings, text) is None) == is_known, text
 
 
 def test_a_system_prompt_that_no_tokenizer_takes_is_told_once(

@@ -18,6 +18,7 @@ MADE: dict[str, Any] = {
     "characters": "ab",
     "config": {"model_type": "llama", "max_position_embeddings": 64},
 }
+LONG = {"prompt_data": "/d/t.jsonl", "rollout_max_response_len": 99}
 TAKES = "the model's max_position_embeddings = 64"
 
 
@@ -53,12 +54,8 @@ def lines(settings: Settings) -> list[str]:
 @pytest.mark.parametrize(
     ("values", "line"),
     [
-        ({"rollout__rollout_max_response_len": 64}, f"rollout.rollout_max_response_len = 64 leaves no room for a prompt in {TAKES}; lower it"),
         ({"rollout__rollout_max_prompt_len": 64}, f"rollout.rollout_max_prompt_len = 64 leaves no room for an answer in {TAKES}; lower it"),
-        ({"rollout__rollout_max_prompt_len": 33}, f"rollout.rollout_max_response_len = 32 and rollout_max_prompt_len = 33 together are more than {TAKES}; lower one, or set rollout_max_context_len: 64 to cut answers there"),
         ({"rollout__rollout_max_context_len": 65}, f"rollout.rollout_max_context_len = 65 is more than {TAKES}; lower it"),
-        ({"rollout__prompt_data": [A | {"rollout_max_response_len": 99}]}, f"rollout.prompt_data[0].rollout_max_response_len = 99 leaves no room for a prompt in {TAKES}; lower it"),
-        ({"eval__t": {"prompt_data": "/d/t.jsonl", "rollout_max_response_len": 99}}, f"eval.t.rollout_max_response_len = 99 leaves no room for a prompt in {TAKES}; lower it"),
         ({"rollout__rollout_stop_token_ids": [1, 100]}, "rollout.rollout_stop_token_ids[1] = 100 is no token: the model's vocab_size is"),
     ],
 )  # fmt: skip
@@ -72,8 +69,11 @@ def test_what_the_model_cannot_hold_is_refused(
 @pytest.mark.parametrize(
     "values",
     [
-        {"rollout__rollout_max_response_len": 63},
-        {"rollout__rollout_max_prompt_len": 32},
+        # Answers end where the context does, in the rollout and in evaluations.
+        {"rollout__rollout_max_response_len": 64},
+        {"rollout__rollout_max_prompt_len": 63},
+        {"rollout__prompt_data": [A | {"rollout_max_response_len": 99}]},
+        {"rollout__rollout_max_prompt_len": 32, "eval__t": LONG},
         {"rollout__rollout_max_context_len": 64, "rollout__rollout_max_prompt_len": 60},
         {"rollout__rollout_stop_token_ids": [4]},
     ],
@@ -125,3 +125,27 @@ def test_the_score_stage_s_model_must_be_there(load: Load, folder: Path) -> None
     assert lines(load(**given, score__server={"hf_checkpoint": str(folder)})) == []
     (line,) = lines(load(**given, score__server={"hf_checkpoint": "/nowhere/rm"}))
     assert line.startswith('score.server.hf_checkpoint = "/nowhere/rm" is not a directory')
+
+
+def test_a_served_model_s_weights_may_be_of_the_old_form(
+    load: Load, folder: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "rm"
+    model.mkdir()
+    served: dict[str, Any] = {"rollout__rm_type": "judge"}
+    served |= {"score__server": {"hf_checkpoint": str(model)}}
+    settings = load(hf_checkpoint=str(folder), **served)
+    at, fix = f'score.server.hf_checkpoint = "{model}" has no', "; download the model there, or"
+    found = lines(settings)
+    assert [line.startswith(at) for line in found] == [True, True]
+    assert f"config.json{fix}" in found[0]
+    assert f"*.safetensors or *.bin{fix}" in found[1]
+    (model / "config.json").write_text("{}")
+    for name in ("pytorch_model-00001-of-00002.bin", "model.safetensors"):
+        (model / name).touch()
+        assert lines(settings) == []
+        (model / name).unlink()
+    # The trainer reads safetensors alone.
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    (line,) = lines(load(hf_checkpoint=str(folder)))
+    assert line.startswith(f'hf_checkpoint = "{folder}" has no *.safetensors; download')

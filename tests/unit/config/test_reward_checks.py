@@ -269,10 +269,48 @@ def test_what_no_reward_asks_is_refused(
     load(**url, rollout__metadata_key="m")
     load(**url, rollout__rm_type=None, rollout__custom_rm_path="a.b")
     load(**server, rollout__rm_type="judge")
+    (line,) = complaints(**url, rollout__dynamic_sampling_filter_path="nonzero_std")
+    assert line == f'rollout.rm_url = "http://rm:1" {rule}'
     (line,) = complaints(
         rollout__rm_type="remote_rm", rollout__rm_service="score", services__score=SERVICE
     )
     assert line == "services.score is the name of another server of ours; rename it"
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"rollout__environment": "my.Env"},
+        {"rollout__tools": ["calculator", "my.search"], "rollout__apply_chat_template": True},
+        {"rollout__custom_generate_function_path": "my.generate"},
+        {"rollout__dynamic_sampling_filter_path": "my.keep"},
+    ],
+    ids=lambda own: next(iter(own)),
+)
+def test_the_user_s_code_may_ask_what_no_reward_does(
+    load: Callable[..., Settings], own: dict[str, Any]
+) -> None:
+    load(rollout__rm_url="http://rm:1", **own)
+    load(rollout__rm_service="rm", services__rm=SERVICE, **own)
+    load(services__rm=SERVICE, **own)
+    if "rollout__dynamic_sampling_filter_path" not in own:  # it comes before the score stage
+        load(score__server=SERVER, **own)
+
+
+@pytest.mark.parametrize(
+    "built_in",
+    [
+        {"rollout__environment": "reasoning_gym", "rollout__prompt_data": "reasoning_gym:lcm"},
+        {"rollout__tools": ["calculator"], "rollout__apply_chat_template": True},
+    ],
+    ids=["environment", "tools"],
+)
+def test_what_is_built_in_asks_nobody(complaints: Complaints, built_in: dict[str, Any]) -> None:
+    found = complaints(rollout__rm_url="http://rm:1", score__server=SERVER, **built_in)
+    assert [line.split(" = ")[0].split(" serves")[0] for line in found] == [
+        "rollout.rm_url",
+        "score.server",
+    ]
 
 
 def test_the_served_model_s_arguments_are_sglang_s(

@@ -275,6 +275,16 @@ def test_a_parquet_export_reads_as_its_lines(tmp_path: Path) -> None:
         read_dump(tmp_path / "b.parquet")
 
 
+def test_a_parquet_file_of_another_origin(tmp_path: Path) -> None:
+    from pyarrow import Table, parquet
+
+    table = Table.from_pylist([{"prompt": '"one"', "label": "7"}, {"prompt": "What is 1+1?"}])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    problem = r"a\.parquet: row 1: prompt = 'What is 1\+1\?' is not JSON \(.*no export of `slurm-rl"
+    with pytest.raises(DataError, match=problem):
+        read_dump(tmp_path / "a.parquet")
+
+
 def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError, match=r"needs pyarrow; .*export \.jsonl"):

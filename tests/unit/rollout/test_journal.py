@@ -1,3 +1,4 @@
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -198,3 +199,21 @@ def test_a_disk_that_fails_is_told_to_the_writer(tmp_path: Path) -> None:
         for _ in range(500):
             journal.append("k", group(0))
             time.sleep(0.01)
+
+
+def test_more_journals_than_may_be_open_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage of hundreds of shards: the limit on open files must not lose a group."""
+    monkeypatch.setattr("slurm_rl.rollout.journal._MOST_OPEN", 3)
+    entries = []
+    for k in range(8):
+        write_journal(tmp_path / str(k), {"key": group(k)})
+        entries += JournalReader().poll([tmp_path / str(k)])
+    before = len(os.listdir("/proc/self/fd"))
+    with GroupReader() as reader:
+        for entry in [*entries, *reversed(entries)]:
+            found = reader.read(entry)
+            assert found is not None and found[0][0].group_index == entry.group_index
+            assert len(os.listdir("/proc/self/fd")) <= before + 3
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -116,3 +116,27 @@ def test_after_the_deadline_one_is_enough():
     ledger.judge(2, keep=True)
     assert ledger.decide() is None
     assert ledger.decide(is_late=True) == Decision([2], [0, 1, 3], 4, 0)
+
+
+def test_reasons_are_counted_in_whatever_order_they_come():
+    """A filter of the user's may have many; two shards see them in two orders."""
+
+    def decide(order):
+        ledger = Ledger(BatchRule(1, 1, 400, 500, "cursor"))
+        for group in range(400):
+            ledger.enter(group)
+        for group in order:
+            ledger.judge(group, keep=group == 399, reason=f"kind {group % 320}")
+        return ledger.decide()
+
+    first, second = decide(range(400)), decide(reversed(range(400)))
+    assert first.digest == second.digest
+    assert first.reasons["kind 319"] == 1 and first.reasons["kind 3"] == 2
+
+
+def test_a_reason_for_each_group_is_refused():
+    ledger = Ledger(BatchRule(1, 1, 20_000, 30_000, "cursor"))
+    with pytest.raises(DataError, match=r"more than 10,000 reasons, 'group \d+' the last"):
+        for group in range(20_000):
+            ledger.enter(group)
+            ledger.judge(group, keep=False, reason=f"group {group}")

@@ -20,6 +20,7 @@ from slurm_rl.rollout.filters import keep_nonzero_std
 from slurm_rl.rollout.groups import Finisher
 from slurm_rl.rollout.journal import parse_head, parse_samples, render_line
 from slurm_rl.rollout.ledger import Decision
+from slurm_rl.rollout.rewards import Graded
 from slurm_rl.rollout.single_turn import SingleTurn
 from slurm_rl.types import JOURNAL_NAME
 
@@ -158,9 +159,13 @@ def test_what_was_cut_off_goes_on_with_other_weights(folder, plain, tmp_path):
         (visit, tuple(cut(sample) for sample in samples)) for visit, samples in carried if samples
     ]
     assert len(carried) >= 4
+    for visit, _ in carried:
+        object.__setattr__(visit.prompt, "place", f"{tmp_path}/rows.jsonl:1")
     names = write_carried(tmp_path, carried)
     read = read_carried([tmp_path / name for name in names])
     assert read == carried
+    written = b"".join((tmp_path / name).read_bytes() for name in names)
+    assert str(tmp_path).encode() not in written, "a path is committed"
 
     newer = Weights(first.weights.path, version=4, digest="xxh3:4", label="run/v4")
     second = Shard(folder(), plain, first=12, carried=tuple(read), weights=newer)
@@ -257,6 +262,19 @@ def verdict(function):
         return function(group)
 
     return keep
+
+
+def test_what_failed_is_counted_without_its_message(folder, plain):
+    """The message has paths and addresses in it; what is committed must not depend on them."""
+
+    async def grade(samples):
+        if samples[0].group_index % 3 == 0:
+            return Graded(tuple(samples), "dropped", f"{folder()}/code.py:3 raised <x at 0x7f>")
+        return await by_length(samples)
+
+    shard = asyncio.run(Shard(folder(), plain, grade=grade).run())
+    assert shard.close.decision.reasons == {"reward failed": shard.close.decision.num_dropped}
+    assert shard.close.decision.num_dropped >= 4
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

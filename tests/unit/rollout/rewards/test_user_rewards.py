@@ -68,6 +68,62 @@ def test_what_is_no_reward_is_one_line(
     assert "\n" not in str(caught.value) and "reward score (" in str(caught.value)
 
 
+UNREADABLE = """
+import numbers
+
+class Odd:
+    @property
+    def shape(self):
+        raise OSError("no shape")
+
+class Sized:
+    shape = 3
+
+class Unreal(numbers.Real):
+    def __float__(self):
+        raise OSError("no float")
+    __str__ = __float__
+
+Unreal.__abstractmethods__ = frozenset()
+"""
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("Odd()", r"returned what raised OSError: no shape at .*\.py:\d+ for the prompt"),
+        ("10 ** 400", "returned 1000000"),
+        ("10 ** 5000", "returned a number that cannot be shown for the prompt .*single precision"),
+        ("Unreal()", "returned a number that cannot be shown"),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_one_line(
+    grade: Grade, code: Code, sample: Make, value: str, problem: str
+) -> None:
+    name = code(f"{UNREADABLE}\ndef score(args, sample):\n    return {value}\n")
+    with pytest.raises(RewardError, match=problem) as caught:
+        grade([sample()], custom_rm_path=f"{name}.score")
+    assert "\n" not in str(caught.value)
+    # What does not count need not be a number.
+    name = code(f"{UNREADABLE}\ndef score(args, sample):\n    return {{'a': 1.0, 'b': {value}}}\n")
+    (one,) = grade([sample()], custom_rm_path=f"{name}.score", reward_key="a").samples
+    assert (one.reward, one.rewards) == (1.0, {})
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("Odd()", "returned what raised OSError: no shape"),
+        ("Sized()", "returned what raised TypeError"),
+        ("[1.0, Odd()]", "returned what raised OSError: no shape"),
+    ],
+)
+def test_so_are_a_groups(grade: Grade, code: Code, sample: Make, value: str, problem: str) -> None:
+    name = code(f"{UNREADABLE}\ndef score(args, samples):\n    return {value}\n")
+    with pytest.raises(RewardError, match=problem):
+        grade([sample(), sample()], custom_rm_path=f"{name}.score", group_rm=True)
+
+
 @pytest.mark.parametrize("value", ["numpy.ones(2)", "torch.ones(2)", "(1, numpy.bool_(True))"])
 def test_a_groups_rewards_may_be_an_array(
     grade: Grade, code: Code, sample: Make, value: str

@@ -173,6 +173,9 @@ def changed(line: str) -> str:
         ("sample.status = sample.Status.PENDING", "whose status is 'pending'"),
         ("sample.reward = float('inf')", "with the reward inf"),
         ("sample.reward = 'high'", "with the reward 'high'"),
+        ("sample.reward = 10 ** 400", "with the reward 1000"),
+        ("sample.reward = -1e39", r"with the reward -1e\+39; .* of single precision"),
+        ("sample.rollout_log_probs = [-(10 ** 400)] * len(mask)", "log-prob -1000"),
         ("sample.reward = {'a': 1.0}", "reward is an object; name its entry as rollout.reward_key"),
         ("return None", "a NoneType, which is no sample"),
         ("return 3", "a int, which is no sample"),
@@ -214,6 +217,15 @@ def test_rewards_of_several_parts(run) -> None:  # type: ignore[no-untyped-def]
     assert samples[0].rewards == {"score": 1.0, "style": 0.25}
     with pytest.raises(RewardError, match="with the reward"):
         run(changed("sample.reward = {'style': 0.25}"), reward_key="score")
+
+
+def test_numbers_of_numpy_and_torch_count(run) -> None:  # type: ignore[no-untyped-def]
+    line = "import numpy, torch; sample.reward = {'a': numpy.array(0.5), 'b': torch.tensor(2)}"
+    sample, _ = run(changed(line), reward_key="a")
+    assert (sample.reward, sample.rewards) == (0.5, {"a": 0.5, "b": 2.0})
+    more = "sample.rollout_log_probs = list(numpy.array([x or 0 for x in logprobs]))"
+    plain, _ = run(BY_HAND)
+    assert run(changed(f"import numpy; {more}"))[0].rollout_logprobs == plain.rollout_logprobs
 
 
 def test_a_masked_tail_beyond_the_limit_is_cut_and_a_trained_one_refused(run, make_group) -> None:  # type: ignore[no-untyped-def]
@@ -302,8 +314,14 @@ def test_an_engine_that_fails_is_no_reward_error(run) -> None:  # type: ignore[n
     def say(session: str, turn: int, request: Any) -> Any:
         raise EngineError("the server died")
 
-    with pytest.raises(EngineError, match="the server died"):
-        run(BY_TRANSCRIPT, say=say, on_reward_error="drop")
+    renamed = BY_TRANSCRIPT.replace(
+        "    await talk.say()\n    return",
+        "    try:\n        await talk.say()\n    except Exception as error:\n"
+        "        raise RuntimeError('mine') from error\n    return",
+    )
+    for body in (BY_TRANSCRIPT, renamed):
+        with pytest.raises(EngineError, match="the server died"):
+            run(body, say=say, on_reward_error="drop")
 
 
 def test_a_signal_that_stops_us_goes_through(run) -> None:  # type: ignore[no-untyped-def]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -85,18 +87,22 @@ def failing():
 
 @pytest.fixture
 def run(turn_settings, code, scripted, make_group, served, chat):  # type: ignore[no-untyped-def]
-    def go(
+    def go_all(
         name: str, said: list[Any], *, text: str = GUESS, group: Any = None, **rollout: Any
-    ) -> Sample:
+    ) -> list[Sample]:
         go.module = code(text)  # type: ignore[attr-defined]
         engine = scripted(lambda session, turn, request: said[turn])
         go.engine = engine  # type: ignore[attr-defined]
         path = name if name == "reasoning_gym" else f"{go.module}.{name}"  # type: ignore[attr-defined]
         settings = turn_settings(environment=path, **rollout)
         generate = make_generate(settings, engine=engine, tokenizer=chat, weights=served)
-        (sample,) = asyncio.run(generate(group or make_group("guess", num=1, label="7")))
+        return asyncio.run(generate(group or make_group("guess", num=1, label="7")))
+
+    def go(name: str, said: list[Any], **options: Any) -> Sample:
+        (sample,) = go_all(name, said, **options)
         return sample
 
+    go.all = go_all  # type: ignore[attr-defined]
     return go
 
 
@@ -352,6 +358,28 @@ class Nothing(Base):
 
 def leaving():
     raise SystemExit("one\\ntwo")
+
+
+class Stuck(Base):
+    def __init__(self):
+        time.sleep(3600)
+
+
+def make_stuck():
+    return Stuck()
+"""
+
+#: A class whose `step` returns a Step with these fields.
+STEPS = """
+import numpy, torch
+from slurm_rl.rollout.turns import Step
+
+class Own:
+    async def reset(self, prompt, seed):
+        return None
+
+    async def step(self, response):
+        return {}
 """
 
 
@@ -363,12 +391,138 @@ def leaving():
         ("Prompted", r"Prompted.reset \(.*\) gave as prompt a list"),
         ("Hangs", r"Hangs.step \(.*\) gave no answer within rollout.reward_timeout_s = 0.5 s"),
         ("leaving", r"leaving \(.*\) raised SystemExit: one two at .*\.py:\d+"),
+        ("Stuck", r"Stuck gave no answer within rollout.reward_timeout_s = 0.5 s"),
+        ("make_stuck", r"make_stuck \(.*\) gave no answer within rollout.reward_timeout_s = 0.5 s"),
     ],
 )
 def test_what_an_environment_cannot_give(run, name: str, problem: str) -> None:  # type: ignore[no-untyped-def]
+    began = time.monotonic()
     with pytest.raises(RewardError, match=problem) as caught:
         run(name, ["5"], text=ODD, reward_timeout_s=0.5)
     assert "\n" not in str(caught.value)
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize(
+    ("step", "problem"),
+    [
+        ("Step(reward=10 ** 400)", "gave the reward 1000"),
+        ("Step(reward=1e39)", r"gave the reward 1e\+39; .*single precision"),
+        ("Step(reward=numpy.ones(2))", r"gave the reward array\(\[1"),
+        ("Step(info=numpy.array([1, 2]))", "info is of type ndarray, not an object"),
+        ("Step(done=numpy.array([1, 2]))", "a Step that cannot be read: ValueError: The truth"),
+        ("type('S', (), {'observation': property(lambda self: 1 / 0)})()", "be read: ZeroDiv"),
+    ],
+)
+def test_a_step_that_cannot_be_read_is_one_line(run, step: str, problem: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(RewardError, match=problem) as caught:
+        run("Own", ["5"], text=STEPS.format(step))
+    assert str(caught.value).startswith("rollout.environment: Own.step (")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("reward", ["numpy.array(0.5)", "torch.tensor(0.5)", "numpy.float32(0.5)"])
+def test_numbers_of_every_library_are_rewards(run, reward: str) -> None:  # type: ignore[no-untyped-def]
+    sample = run("Own", ["5"], text=STEPS.format(f"Step(done=True, reward={reward})"))
+    assert (sample.reward, type(sample.reward)) == (0.5, float)
+
+
+THREADS = """
+import sqlite3, threading, time
+from slurm_rl.rollout.turns import Step
+
+made, closed, under_way, closes_async = [], [], [], []
+
+
+class Base:
+    def __init__(self):
+        # Of this thread alone: sqlite3 refuses all others.
+        self.board = sqlite3.connect(":memory:")
+        made.append(threading.current_thread())
+
+    def reset(self, prompt, seed):
+        self.board.execute("create table said (text)")
+
+    def step(self, response):
+        self.board.execute("insert into said values (?)", (response,))
+        return Step("go on", done=response == "7")
+
+    def score(self):
+        return self.board.execute("select count(*) from said").fetchone()[0]
+
+    def close(self):
+        self.board.close()
+        closed.append(threading.current_thread())
+
+
+def make():
+    return Base()
+
+
+def make_async():
+    made = Base()
+
+    async def close():
+        closes_async.append(1)
+
+    made.close = close
+    return made
+
+
+class Once(Base):
+    # The second one never ends.
+    def __init__(self):
+        super().__init__()
+        if len(made) > 1:
+            time.sleep(3600)
+
+
+class SlowAsync(Base):
+    def step(self, response):
+        time.sleep(1.5)
+
+    async def close(self):
+        closes_async.append(1)
+
+
+class Slow(Base):
+    def step(self, response):
+        under_way.append(1)
+        time.sleep(1.5)
+        under_way.pop()
+
+    def close(self):
+        assert not under_way
+        super().close()
+"""
+
+
+@pytest.mark.parametrize(("name", "num_made"), [("Base", 3), ("make", 4)])
+def test_an_object_stays_in_one_thread(run, make_group, name: str, num_made: int) -> None:  # type: ignore[no-untyped-def]
+    """Each conversation's in its own, from the constructor to `close`, and never in the loop's.
+
+    What a function makes is seen once before.
+    """
+    samples = run.all(name, ["5", "7"], text=THREADS, group=make_group("guess", num=3))
+    assert [sample.reward for sample in samples] == [2.0] * 3
+    module = __import__(run.module)
+    used = module.made[-3:]
+    assert len(set(used)) == 3 and threading.main_thread() not in used
+    assert len(module.made) == num_made and set(module.closed) == set(module.made)
+    for thread in used:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_close_waits_for_a_step_that_took_too_long(run) -> None:  # type: ignore[no-untyped-def]
+    began = time.monotonic()
+    with pytest.raises(RewardError, match=r"Slow.step .* gave no answer within"):
+        run("Slow", ["5"], text=THREADS, reward_timeout_s=0.5)
+    assert time.monotonic() - began < 1.4, "nobody waits for it"
+    module = __import__(run.module)
+    assert module.under_way and not module.closed
+    module.made[0].join(10)
+    assert module.closed == module.made
 
 
 def test_a_prompt_that_leaves_the_model_no_room(run) -> None:  # type: ignore[no-untyped-def]
@@ -388,3 +542,32 @@ def test_what_it_writes_into_its_row_stays_there(run, make_group) -> None:  # ty
 
 def test_one_that_fails_has_its_group_dropped(run) -> None:  # type: ignore[no-untyped-def]
     assert run("Info", ["5"], text=ODD, on_reward_error="drop").status == "failed"
+
+
+def test_what_a_function_made_at_first_is_closed_by_a_coroutine_too(run) -> None:  # type: ignore[no-untyped-def]
+    assert run("make_async", ["7"], text=THREADS).reward == 1.0
+    assert len(__import__(run.module).closes_async) == 2
+
+
+def test_a_coroutine_close_does_not_run_beside_a_step(run) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(RewardError, match=r"SlowAsync.step .* gave no answer within"):
+        run("SlowAsync", ["5"], text=THREADS, reward_timeout_s=0.5)
+    module = __import__(run.module)
+    module.made[0].join(10)
+    assert not module.closes_async
+
+
+def test_a_later_constructor_that_hangs_has_a_deadline_too(run, make_group) -> None:  # type: ignore[no-untyped-def]
+    group = make_group("guess", num=2)
+    with pytest.raises(RewardError, match=r"Once gave no answer within .* = 0.5 s"):
+        run.all("Once", ["7"], text=THREADS, group=group, reward_timeout_s=0.5)
+    module = __import__(run.module)
+    assert len(module.made) == 2 and module.closed == module.made[:1]
+
+
+def test_verifiers_are_made_in_the_main_thread(run) -> None:  # type: ignore[no-untyped-def]
+    """That library sets handlers of signals, which Python allows nowhere else."""
+    text = f"import threading\nmade = []\n{VERIFIERS}\ndef load():\n"
+    text += "    made.append(threading.current_thread())\n    return New()\n"
+    run("load", ["5", "7"], text=text)
+    assert __import__(run.module).made == [threading.main_thread()]

@@ -70,7 +70,7 @@ def test_the_shipped_run_asks_its_tool(tmp_path: Path, boxes_code: None) -> None
     """Its model, its data, its code, and the embedded engine: one rollout of a few rows."""
     from transformers import AutoTokenizer
 
-    from slurm_rl.rollout.rewards import import_function
+    from slurm_rl.rollout.user_imports import import_function
     from slurm_rl.stages.init import make_model
 
     settings = load_settings(CONFIG)
