@@ -189,12 +189,12 @@ def _plan_fallback(
     job = live[0]
     if any(j.state is not JobState.PENDING or j.after or j.reason in _NOT_YET for j in live):
         if job.state is JobState.PENDING and job.reason and not job.after:
-            draft.waiting.append(f"{seen.link.anchor}: job {job.base_id} is pending ({job.reason})")
+            draft.waiting.append(f"{seen.link.anchor}: {_describe_pending(job)}")
         return
     waited_s = min(job.age_s, job.age_s if seen.ready_s is None else seen.ready_s)
     limits = [after_s for kind, after_s in spec.fallbacks if kind in seen.link.kinds]
     if not limits or _went_elsewhere(seen) or waited_s < min(limits):
-        draft.waiting.append(f"{seen.link.anchor}: job {job.base_id} is pending ({job.reason})")
+        draft.waiting.append(f"{seen.link.anchor}: {_describe_pending(job)}")
         return
     ids = tuple(sorted(job.job_id for job in live))
     draft.waiting.append(f"{seen.link.anchor}: waited {waited_s:.0f} s; goes to its fallback")
@@ -204,6 +204,11 @@ def _plan_fallback(
     draft.last.append(Cancel(ids, "waited too long; goes to its fallback", seen.link))
     draft.leaving |= {job.base_id for job in live}
     draft.have[seen.link] = seen.link
+
+
+def _describe_pending(job: QueuedJob) -> str:
+    why = f"begins in {job.begins_in_s:.0f} s" if job.begins_in_s else job.reason
+    return f"job {job.base_id} is pending" + (f" ({why})" if why else "")
 
 
 def _has_ended(intent: Intent, view: View) -> bool:

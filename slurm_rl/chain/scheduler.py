@@ -39,6 +39,7 @@ class QueuedJob:
 
     after: ids of the jobs it still waits for.
     age_s: seconds since it was submitted, by the scheduler's clock.
+    begins_in_s: seconds until its time comes, if it has one and the scheduler tells; else 0.
     raw:   the state in the scheduler's own word.
     """
 
@@ -52,6 +53,7 @@ class QueuedJob:
     nodes: str = ""
     task: int | None = None
     raw: str = ""
+    begins_in_s: float = 0.0
 
     @property
     def token(self) -> str:

@@ -15,6 +15,7 @@ from slurm_rl.chain.view import View
 from slurm_rl.cli.runs import find_own_run
 from slurm_rl.cli.terminal import say
 from slurm_rl.config.changes import apply_changes, check_changes
+from slurm_rl.config.code_preflight import check_code, check_holds_run
 from slurm_rl.config.derive import needs_score, settings_digest
 from slurm_rl.config.load import change_settings
 from slurm_rl.config.preflight import check_files
@@ -39,13 +40,14 @@ def change_run(path: Path, assignments: list[str]) -> None:
     opened = find_own_run(path)
     for word in assignments:
         if word.partition("=")[0] == "code" and not all(word.partition("=")[2].split(",")):
-            raise ConfigError(f"{word}: names no folder", hint="write code=FOLDER, or code=.")
+            raise ConfigError(f"{word}: names no folder", hint="write code=FOLDER")
     view = look(opened.chain)
     control = view.control
     folders = [a.partition("=")[2] for a in assignments if a.partition("=")[0] == "code"]
     others = [a for a in assignments if a.partition("=")[0] != "code"]
-    values, shapes = _plan_values(opened, control, others)
-    code_digest = _take_code(opened, control, folders[-1]) if folders else None
+    code = _find_code(opened, folders[-1]) if folders else _code_of(opened, control)
+    values, shapes = _plan_values(opened, control, others, code)
+    code_digest = _take_code(opened, control, code) if folders else None
     if not values and code_digest is None:
         raise NothingDone(f"{opened.run.root}: that is how it is already")
     first = find_untouched(opened, view)
@@ -87,10 +89,14 @@ def _is_begun(opened: OpenRun, view: View, ref: StageRef) -> bool:
 
 
 def _plan_values(
-    opened: OpenRun, control: Control, assignments: list[str]
+    opened: OpenRun, control: Control, assignments: list[str], code: list[Path]
 ) -> tuple[dict[str, Any], bool]:
-    """The values that differ from those that hold, and whether they shape numbers."""
+    """The values that differ from those that hold, and whether they shape numbers.
+
+    code: the folders of the user's code that hold then, which must have what the settings name.
+    """
     if not assignments:
+        raise_problems(check_code(opened.settings, code), {(): str(opened.run.root)})
         return {}, False
     earlier = [change.values for change in control.changes]
     before = apply_changes(opened.identity.settings, earlier)
@@ -101,7 +107,7 @@ def _plan_values(
             f"num_rollout = {settings.num_rollout} is less than {opened.settings.num_rollout}",
             hint="a run can be made longer; to end it now, `slurm-rl cancel`",
         )
-    raise_problems(check_files(settings), {(): str(opened.run.root)})
+    raise_problems(check_files(settings, code=code), {(): str(opened.run.root)})
     if settings == opened.settings:
         return {}, False
     if needs_score(settings) != needs_score(opened.settings):
@@ -114,8 +120,21 @@ def _plan_values(
     return values, settings_digest(settings) != settings_digest(opened.settings)
 
 
-def _take_code(opened: OpenRun, control: Control, text: str) -> str | None:
-    """Digest of a new snapshot of the folders; None if it is the one that holds."""
+def _find_code(opened: OpenRun, text: str) -> list[Path]:
+    """The folders that `code=` names. ConfigError for one that the run lies in."""
     folders = [Path(os.path.abspath(os.path.expanduser(part))) for part in text.split(",")]
+    raise_problems(check_holds_run(folders, opened.run.root), {(): f"code={text}"})
+    return folders
+
+
+def _code_of(opened: OpenRun, control: Control) -> list[Path]:
+    """The folders of the user's code that holds: those of the snapshot."""
+    digest = code_digest_of(opened.identity, control, None)
+    snapshot = opened.run.code_dir(digest)
+    return sorted(snapshot.iterdir()) if digest and snapshot.is_dir() else []
+
+
+def _take_code(opened: OpenRun, control: Control, folders: list[Path]) -> str | None:
+    """Digest of a new snapshot of the folders; None if it is the one that holds."""
     digest = snapshot_code(opened.run, folders)
     return None if digest == code_digest_of(opened.identity, control, None) else digest

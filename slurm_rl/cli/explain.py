@@ -127,6 +127,9 @@ def describe_job(job: QueuedJob) -> str:
         return f"is in a state that is not known here ({job.raw})"
     if job.after:
         return f"waits for job {', '.join(job.after)}"
+    if job.begins_in_s:
+        when = format_seconds(job.begins_in_s)
+        return f"begins in {when}: that is the delay of a retry, or of a look at a service"
     waited = format_seconds(job.age_s)
     if not job.reason:
         return f"has waited {waited}, and is to begin by itself"

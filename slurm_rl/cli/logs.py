@@ -8,7 +8,8 @@ from slurm_rl.chain.observe import find_head
 from slurm_rl.chain.slots import slots_of
 from slurm_rl.cli.runs import find_run
 from slurm_rl.cli.terminal import say
-from slurm_rl.errors import NothingDone
+from slurm_rl.config.problems import nearest
+from slurm_rl.errors import NoRunError, NothingDone
 from slurm_rl.launch.build import OpenRun
 from slurm_rl.storage.claims import attempt_dir, read_latest_claim
 from slurm_rl.storage.control import read_control
@@ -19,8 +20,11 @@ from slurm_rl.types import StageRef
 def show_logs(
     path: Path, *, iteration: int | None, stage: str | None, num_lines: int, only_list: bool
 ) -> None:
-    """Print the tails of the newest attempt's logs. Raises NothingDone if there are none."""
+    """Print the tails of the newest attempt's logs. Raises NothingDone if there are none,
+    NoRunError for a stage that there is not."""
     opened = find_run(path)
+    if stage is not None:
+        _check_stage(opened, stage)
     files = find_logs(opened, iteration, stage)
     folded = records_of(opened.run, iteration) if iteration is not None else []
     if not files and folded:
@@ -38,6 +42,18 @@ def show_logs(
         if not only_list:
             lines = file.read_text(errors="replace").splitlines()
             say("\n".join(lines[-num_lines:]))
+
+
+def _check_stage(opened: OpenRun, stage: str) -> None:
+    graph = opened.chain.graph
+    known = [node.kind for node in (*graph.setup, *graph.nodes)]
+    known += [rule.kind for rule in graph.evals]
+    if stage not in known:
+        close = nearest(stage, known)
+        raise NoRunError(
+            f"{opened.run.root}: {stage!r} is not one of its stages: {', '.join(known)}",
+            hint=f"did you mean {close}?" if close else "choose one",
+        )
 
 
 def find_logs(opened: OpenRun, iteration: int | None, stage: str | None) -> list[Path]:

@@ -77,7 +77,7 @@ def set_(
 ) -> None:
     """Change settings of a run, or adopt changed code, from now on.
 
-    Example: slurm-rl set runs/demo train.megatron.lr=5e-7 code=.
+    Example: slurm-rl set runs/demo train.megatron.lr=5e-7 code=code/boxes
     """
     from slurm_rl.cli.change import change_run
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 from slurm_rl.chain.evals import read_evals
@@ -11,25 +13,22 @@ from slurm_rl.cli.runs import find_run
 from slurm_rl.cli.terminal import format_bytes, say
 from slurm_rl.errors import CorruptError, NoRunError, NothingDone, PrunedError
 from slurm_rl.launch.build import OpenRun
-from slurm_rl.storage.commits import file_path, find_damage
+from slurm_rl.storage.commits import assemble, file_path, find_damage, read_commit
 from slurm_rl.storage.control import Control, read_control
+from slurm_rl.storage.digest import digest_value
 from slurm_rl.storage.tombstones import explain_pruned, is_pruned, read_pruned
-from slurm_rl.types import Slot, StageRef
+from slurm_rl.types import Commit, Slot, StageRef
 
 #: What `slurm-rl path` can name, and the stage that makes it.
 _OUTPUTS = {"weights": "train", "checkpoint": "train", "samples": "rollout"}
 
 
 def verify_run(path: Path, *, iteration: int | None) -> None:
-    """Re-read every committed file. Raises CorruptError naming everything that is wrong."""
+    """Re-read every committed file, and write none. Raises CorruptError naming all damage."""
     opened = find_run(path)
     control = read_control(opened.run)
-    graph = opened.chain.graph
-    check_iteration(graph, iteration)
-    head = find_head(opened.run, graph, control)
-    iterations = (
-        [iteration] if iteration is not None else range(min(head, graph.num_iterations) + 1)
-    )
+    check_iteration(opened.chain.graph, iteration)
+    iterations = [iteration] if iteration is not None else range(_last_iteration(opened) + 1)
     damage: list[str] = []
     num_commits = size_bytes = num_pruned = 0
     for i in iterations:
@@ -45,6 +44,14 @@ def verify_run(path: Path, *, iteration: int | None) -> None:
     pruned = f"; the files of {num_pruned} were pruned by retention" if num_pruned else ""
     size_text = format_bytes(size_bytes)
     say(f"{opened.run.root}: {num_commits} commits, {size_text}, all as committed{pruned}")
+
+
+def _last_iteration(opened: OpenRun) -> int:
+    """The last one that has a folder. The first that is not complete may lie far before: of a
+    COMMIT that is gone, what was made from it tells."""
+    names = opened.run.fs.list(opened.run.root / "iterations")
+    found = [int(name) for name in names if name.isdecimal()]
+    return min(max(found, default=0), opened.chain.graph.num_iterations)
 
 
 def _stages_of(opened: OpenRun, control: Control, iteration: int) -> list[StageRef]:
@@ -67,21 +74,50 @@ def _verify_stage(
     opened: OpenRun, control: Control, ref: StageRef, damage: list[str]
 ) -> tuple[int, int]:
     """(1 if there is a commit, bytes it names); appends what is wrong to `damage`."""
-    graph = opened.chain.graph
     try:
-        commit = read_current(opened.run, graph, control, ref)
+        commit, is_assembled = _read_whole(opened, control, ref)
         if commit is None:
             return 0, 0
-        for role, parent in graph.parents(ref).items():
-            current = read_current(opened.run, graph, control, parent)
-            if current is None or commit.parents.get(role) != current.digest:
-                damage.append(f"{ref}: its {role} is not the current commit of {parent}")
+        if not is_assembled:
+            say(f"{ref}: all its shards are committed, not assembled yet; its next reader does it")
+        damage += _find_orphaned(opened, control, ref, commit)
     except CorruptError as error:
         damage.append(str(error))
         return 1, 0
     slot = Slot(ref.iteration, ref.kind, control.timeline_of(ref))
     damage += find_damage(opened.run, slot, commit)
     return 1, sum(entry.size_bytes for entry in commit.files)
+
+
+def _find_orphaned(
+    opened: OpenRun, control: Control, ref: StageRef, commit: Commit
+) -> Iterator[str]:
+    """What the commit was made from and is not there as it was. Retention deletes files and leaves
+    every COMMIT, and a rewind sets aside all that follows: so each parent must be there."""
+    for role, parent in opened.chain.graph.parents(ref).items():
+        current, _ = _read_whole(opened, control, parent)
+        if current is None:
+            yield f"{ref}: its {role} was made by {parent}, whose COMMIT is gone"
+        elif commit.parents.get(role) != current.digest:
+            yield f"{ref}: its {role} is not the current commit of {parent}"
+
+
+def _read_whole(opened: OpenRun, control: Control, ref: StageRef) -> tuple[Commit | None, bool]:
+    """The commit of a whole stage on its current timeline, and whether it is published as such; if
+    not, as its shards would make it."""
+    stage = Slot(ref.iteration, ref.kind, control.timeline_of(ref))
+    commit = read_commit(opened.run, stage)
+    num_shards = opened.chain.graph.node(ref.kind).num_shards
+    if commit is not None or num_shards == 1:
+        return commit, True
+    shards = []
+    for index in range(num_shards):
+        shard = read_commit(opened.run, dataclasses.replace(stage, shard=index))
+        if shard is None:
+            return None, False
+        shards.append(shard)
+    content, provenance = assemble(shards)
+    return Commit(content, provenance, digest_value(content)), False
 
 
 def print_path(path: Path, what: str, *, iteration: int | None) -> None:

@@ -42,7 +42,7 @@ def watch(opened: OpenRun) -> None:
     began = time.monotonic()
     root = opened.run.root
     try:
-        num_shown = _follow(opened)
+        num_stages, num_new = _follow(opened)
     except KeyboardInterrupt:
         if opened.settings.launcher == "local":
             stop_jobs(opened, "interrupted")
@@ -50,7 +50,9 @@ def watch(opened: OpenRun) -> None:
         else:
             say(f"\nno longer watching; the jobs go on. Look with: slurm-rl status {root}")
         raise
-    say(f"complete: {num_shown} stages in {format_seconds(time.monotonic() - began)}")
+    took = format_seconds(time.monotonic() - began)
+    part = f", the last {num_new}" if num_new < num_stages else ""
+    say(f"complete: {num_stages} stages" + (f"{part} in {took}" if num_new else ""))
     show_end(opened)
 
 
@@ -66,20 +68,24 @@ def show_end(opened: OpenRun) -> None:
     say(f"check it: slurm-rl verify {root}")
 
 
-def _follow(opened: OpenRun) -> int:
-    """Until every stage is shown; how many there were."""
+def _follow(opened: OpenRun) -> tuple[int, int]:
+    """Until every stage is committed; how many there are, and how many of them came meanwhile.
+
+    Those that were there before us are told in one line.
+    """
     chain = opened.chain
     period_s = _ADVANCE_S[opened.settings.launcher]
     next_advance = time.monotonic() + period_s
     next_gc = time.monotonic() + _GC_S
-    has_waited = False  # what was committed before we came is not told, but for the first
     told: dict[str, int] = {}
     evals = read_all(opened)
     shown = {ref for ref in evals.wanted(0, evals.newest) if evals.is_settled(ref)}
-    number = -1
-    for number, ref in enumerate(_stages(opened)):
+    stages: list[StageRef] = []
+    num_before: int | None = None  # not known until something is waited for
+    for ref in _stages(opened):
         while (commit := _look(opened, ref)) is None:
-            has_waited = True
+            if num_before is None:
+                num_before = _tell_so_far(stages)
             time.sleep(_LOOK_S)
             if time.monotonic() >= next_advance:
                 advance(chain)
@@ -89,10 +95,20 @@ def _follow(opened: OpenRun) -> int:
             if not chain.spec.ticks and time.monotonic() >= next_gc:
                 collect_quietly(opened.keeper)
                 next_gc = time.monotonic() + _GC_S
-        if has_waited or number == 0:
+        stages.append(ref)
+        if num_before is not None:
             say(_describe(ref, commit))
+    if num_before is None:
+        num_before = _tell_so_far(stages)
     _follow_evals(opened, told, shown)
-    return number + 1
+    return len(stages), len(stages) - num_before
+
+
+def _tell_so_far(stages: list[StageRef]) -> int:
+    """One line of what was committed before we came; how many that were."""
+    if stages:
+        say(f"so far: {len(stages)} stage{'s' if len(stages) > 1 else ''}, up to {stages[-1]}")
+    return len(stages)
 
 
 def _stages(opened: OpenRun) -> Iterator[StageRef]:

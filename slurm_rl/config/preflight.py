@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path as File
 
+from slurm_rl.config.code_preflight import check_code, check_holds_run
 from slurm_rl.config.data_preflight import check_data_files
 from slurm_rl.config.derive import STAGE_KINDS, containers_of, eval_kinds, section_of
 from slurm_rl.config.model_preflight import check_model
@@ -19,8 +20,12 @@ from slurm_rl.config.problems import Path, Problem
 from slurm_rl.config.schema import Settings
 
 
-def check_files(settings: Settings) -> list[Problem]:
-    """What is missing or not as it should be on this machine."""
+def check_files(settings: Settings, *, code: Sequence[File] | None = None) -> list[Problem]:
+    """What is missing or not as it should be on this machine.
+
+    code: the folders that the user's code comes from, where those of the settings do not count.
+    """
+    folders = [File(text) for text in settings.code] if code is None else code
     return [
         *check_model(settings),
         *check_data_files(settings),
@@ -28,6 +33,8 @@ def check_files(settings: Settings) -> list[Problem]:
         *_check_folders(settings),
         *_check_programs(settings),
         *_check_images(settings),
+        *(check_holds_run(folders, settings.run_dir) if code is None else ()),
+        *check_code(settings, [folder for folder in folders if folder.is_dir()]),
     ]
 
 

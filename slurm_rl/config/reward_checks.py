@@ -99,7 +99,7 @@ def is_made_with_reward(settings: Settings, own: DataSet | EvalSet) -> bool:
     return parse_data_name(text).kind == "procedural" and not is_named
 
 
-def _sources(settings: Settings) -> Iterator[tuple[Path, Rollout | Overrides | Reward]]:
+def reward_sources(settings: Settings) -> Iterator[tuple[Path, Rollout | Overrides | Reward]]:
     """Everything that can name a reward, with its place."""
     rollout = settings.rollout
     yield ("rollout",), rollout
@@ -113,7 +113,7 @@ def _sources(settings: Settings) -> Iterator[tuple[Path, Rollout | Overrides | R
 
 
 def _check_names(settings: Settings) -> Problems:
-    for path, source in _sources(settings):
+    for path, source in reward_sources(settings):
         name, dotted = source.rm_type, source.custom_rm_path
         if name is not None and name not in REWARD_NAMES:
             close = nearest(name, REWARD_NAMES)
@@ -179,7 +179,7 @@ def _check_pattern(at: Path, pattern: str, *, needs_group: bool) -> Problems:
 def _check_key(settings: Settings) -> Problems:
     """Only a reward that can be an object has entries."""
     rollout = settings.rollout
-    has_own = any(source.custom_rm_path for _, source in _sources(settings))
+    has_own = any(source.custom_rm_path for _, source in reward_sources(settings))
     has_remote = rollout.rm_url is not None or rollout.rm_service is not None
     if rollout.reward_key is not None and not has_own and not has_remote:
         rule = "has no effect: built-in rewards are numbers"
@@ -195,7 +195,7 @@ def _check_group_reward(settings: Settings) -> Problems:
 
 def _uses(settings: Settings, *names: str) -> Iterator[tuple[Path, str]]:
     """Where one of these rewards is named."""
-    for path, source in _sources(settings):
+    for path, source in reward_sources(settings):
         name = source.rm_type
         if name is not None and name.removeprefix(BOXED) in names:
             yield (*path, "rm_type"), name
@@ -237,7 +237,7 @@ def _check_unasked(settings: Settings) -> Problems:
 def _has_own_code(settings: Settings) -> bool:
     """Whether code of the user's is given the settings, or may name a sample's reward."""
     rollout = settings.rollout
-    named = [source.custom_rm_path for _, source in _sources(settings)]
+    named = [source.custom_rm_path for _, source in reward_sources(settings)]
     named += [rollout.custom_generate_function_path, rollout.environment, *rollout.tools]
     named += [rollout.dynamic_sampling_filter_path]
     return any(name is not None and "." in name for name in named)  # a built-in has no dot

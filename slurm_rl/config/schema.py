@@ -186,7 +186,11 @@ class Settings(Section):
     deterministic: bool = Field(
         False, description="Same bytes however often the run is killed; slower."
     )
-    code: list[str] = Field(default_factory=list, description="Folders of your code; snapshotted.")
+    code: list[str] = Field(
+        default_factory=list,
+        description="Folders of your code; snapshotted. Each is itself a package: with"
+        " `[code/boxes]`, `boxes.task.score` is in `code/boxes/task.py`.",
+    )
     launcher: Literal["slurm", "local"] = Field(
         "slurm", description="Slurm jobs or local processes."
     )

@@ -5,12 +5,14 @@ Owns the translation of the schema library's errors; none of its words reach a p
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from slurm_rl.config.known_names import VALUES, explain_name
 from slurm_rl.config.passthrough import MEGATRON, SGLANG
 from slurm_rl.config.problems import Path, Problem, format_path, nearest
 from slurm_rl.config.schema import Settings
@@ -33,6 +35,8 @@ _PASSTHROUGH: Mapping[Path, Any] = {
 }
 #: Names that differ between places where the same is meant.
 _SYNONYMS = {"path": "prompt_data", "prompt_data": "path", "data_options": "options"}
+#: More settings than that are not listed; the nearest few are.
+_MAX_LISTED, _NUM_NEAREST = 12, 4
 
 
 def validate_settings(data: dict[str, Any]) -> tuple[Settings | None, list[Problem]]:
@@ -174,7 +178,9 @@ def _explain_value(item: Mapping[str, Any]) -> tuple[str, str]:
         return f"{rule} {context[key]:g}", fix
     if kind == "literal_error":
         valid = str(context["expected"]).replace("'", "").replace(" or ", ", ")
-        found = nearest(str(item["input"]), valid.split(", "))
+        choices = valid.split(", ")
+        found = VALUES.get(str(item["input"]))
+        found = found if found in choices else nearest(str(item["input"]), choices)
         return f"must be one of {valid}", f"did you mean {found}?" if found else "choose one"
     if kind == "string_pattern_mismatch":
         return _NAME_RULE, "change it"
@@ -186,15 +192,27 @@ def explain_unknown(path: Path) -> Problem:
     name, above = str(path[-1]), path[:-1]
     section = _section_at(above)
     beside = [*(section.model_fields if section else ()), *["site"] * (not above)]
+    return Problem(path, "is not a setting", _explain_name(name, above, beside))
+
+
+def _explain_name(name: str, above: Path, beside: list[str]) -> str:
+    known = explain_name(name)
+    if known is not None and all(path[-1] != name for path in schema_paths()):
+        return known
     for at, table in _PASSTHROUGH.items():
         if name in table.entries and at[: len(above)] == above:
-            return Problem(path, "is not a setting", f"did you mean {format_path(at)}.{name}?")
+            owner = None if name in table.only else table.owner(name)
+            return f"it {owner}" if owner else f"did you mean {format_path(at)}.{name}?"
     meant = _find_meant(name, above, beside)
     if meant is not None:
-        fix = f"did you mean {format_path(meant)}?"
-    else:
-        fix = f"{format_path(above) or 'the file'} takes {', '.join(beside)}"
-    return Problem(path, "is not a setting", fix)
+        return f"did you mean {format_path(meant)}?"
+    place = format_path(above) or "the file"
+    if len(beside) <= _MAX_LISTED:
+        return f"{place} takes {', '.join(beside)}"
+    few = difflib.get_close_matches(name, beside, n=_NUM_NEAREST, cutoff=0.0)
+    return (
+        f"{place} takes {', '.join(few)} and {len(beside) - len(few)} more: docs/configuration.md"
+    )
 
 
 def _find_meant(name: str, above: Path, beside: list[str]) -> Path | None:

@@ -109,18 +109,21 @@ class LocalScheduler:
             if not is_alive(entry):
                 jobs += self._describe_ended(entry)
                 continue
+            delay_s = max(0.0, entry.begin - time.time())
             running = (self.jobs_dir / f"{entry.job_id}.running").exists()
             jobs.append(
                 QueuedJob(
                     job_id=entry.job_id,
                     name=entry.name,
                     state=JobState.RUNNING if running else JobState.PENDING,
+                    reason="BeginTime" if delay_s and not running else "",
                     after=() if running else tuple(entry.after),
                     age_s=time.time() - entry.submitted,
                     elapsed_s=time.time() - entry.submitted if running else 0.0,
                     nodes="localhost" if running else "",
                     task=entry.task,
                     raw="RUNNING" if running else "PENDING",
+                    begins_in_s=0.0 if running else delay_s,
                 )
             )
         return jobs

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from toy.commands import ToyRun, wait_until
+from toy.program import fail_stage
 
 
 def one_line(told: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
@@ -78,6 +79,70 @@ def test_committed_files_that_are_gone(toy_run: ToyRun) -> None:
     one_line(toy_run.command("path", str(toy_run.root), "weights"), 5, "committed, but gone")
     told = toy_run.command("verify", str(toy_run.root))
     assert told.returncode == 5 and "checkpoint/state.json" in told.stderr
+
+
+def test_verify_misses_a_commit_that_others_were_made_from(toy_run: ToyRun) -> None:
+    """Also where the first iteration that is not complete lies before what was made from it."""
+    toy_run.command("submit", str(toy_run.config), "--wait")
+    (toy_run.root / "iterations/000002/train.t0/COMMIT").unlink()  # as if it were still to come
+    for stage, child in (("train", "i0002.rollout"), ("rollout", "i0001.train")):
+        path = toy_run.root / f"iterations/000001/{stage}.t0/COMMIT"
+        kept = path.read_bytes()
+        path.unlink()
+        told = toy_run.command("verify", str(toy_run.root))
+        assert told.returncode == 5, told.stdout
+        lines = [line for line in told.stderr.splitlines() if f"i0001.{stage}, whose" in line]
+        assert any(child in line and "COMMIT is gone" in line for line in lines), told.stderr
+        assert not path.exists()
+        path.write_bytes(kept)
+        assert toy_run.command("verify", str(toy_run.root)).returncode == 0
+
+
+def test_verify_misses_the_weights_of_an_evaluation(toy_run: ToyRun) -> None:
+    questions = toy_run.folder / "questions.jsonl"
+    questions.write_text('{"prompt": "a", "label": "b"}\n')
+    toy_run.write(eval={"plain": {"prompt_data": str(questions)}})
+    done = toy_run.command("submit", str(toy_run.config), "--wait")
+    assert done.returncode == 0, done.stderr
+    (toy_run.root / "iterations/000002/train.t0/COMMIT").unlink()
+    told = toy_run.command("verify", str(toy_run.root))
+    assert told.returncode == 5 and "i0003.eval-plain: its weights" in told.stderr, told.stderr
+    assert "i0002.train, whose COMMIT is gone" in told.stderr
+
+
+def test_verify_reads_only(toy_run: ToyRun) -> None:
+    """A stage whose shards are all there is told, and its commit is left to its next reader."""
+    toy_run.write(rollout__shards=2)
+    toy_run.command("submit", str(toy_run.config), "--wait")
+    commit = toy_run.root / "iterations/000001/rollout.t0/COMMIT"
+    commit.unlink()
+    before = sorted(toy_run.root.rglob("*"))
+    told = toy_run.command("verify", str(toy_run.root))
+    assert told.returncode == 0 and "i0001.rollout: all its shards" in told.stdout, told.stderr
+    assert sorted(toy_run.root.rglob("*")) == before and not commit.exists()
+    (commit.parent / "shard-0001/COMMIT").unlink()
+    told = toy_run.command("verify", str(toy_run.root))
+    assert told.returncode == 5 and "i0001.rollout, whose COMMIT is gone" in told.stderr
+
+
+def test_logs_of_a_stage_that_there_is_not(toy_run: ToyRun) -> None:
+    toy_run.command("submit", str(toy_run.config), "--wait")
+    refused = toy_run.command("logs", str(toy_run.root), "--stage", "trian")
+    one_line(refused, 2, "'trian'", "init, rollout, train", "did you mean train?")
+    assert toy_run.command("logs", str(toy_run.root), "--stage", "train").returncode == 0
+
+
+def test_a_retry_that_waits_says_for_how_long(toy_run: ToyRun) -> None:
+    toy_run.write(chain={"heartbeat_s": 0.2, "lease_s": 2, "retry_delay_s": 60})
+    toy_run.command("submit", str(toy_run.config), TOY_SECOND="0.3")
+    fail_stage(toy_run.root, "rollout", 0, how="system", times=1)
+
+    def told() -> str:
+        return toy_run.command("status", str(toy_run.root)).stdout
+
+    wait_until(lambda: "is pending (begins in" in told())
+    assert "()" not in told() and "BeginTime" in told()
+    assert " begins in " in toy_run.command("explain", str(toy_run.root)).stdout
 
 
 def test_junk_beside_the_records_does_not_matter(toy_run: ToyRun) -> None:

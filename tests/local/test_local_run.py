@@ -29,6 +29,8 @@ def test_a_run_completes_and_can_be_looked_at(toy_run: ToyRun, undisturbed: dict
 
     again = toy_run.command("submit", str(toy_run.config), "--wait")
     assert again.returncode == 0 and toy_run.digests() == undisturbed
+    lines = toy_run.command("watch", str(toy_run.root)).stdout.splitlines()
+    assert lines[:2] == ["so far: 7 stages, up to i0002.train", "complete: 7 stages"]
     assert toy_run.command("resume", str(toy_run.root)).returncode == 0
     assert not toy_run.running()
 

@@ -164,6 +164,30 @@ def test_what_cannot_be_set_is_one_line(toy_run: ToyRun, assignment: str, said: 
     assert not list((toy_run.root / "control").glob("change-*"))
 
 
+def test_code_that_holds_the_run_or_lacks_what_is_named_is_not_adopted(
+    toy_run: ToyRun, tmp_path: Path
+) -> None:
+    say(toy_run, "submit", str(toy_run.config))
+    told = say(toy_run, "set", str(toy_run.root), f"code={toy_run.root.parent}", code=2)
+    assert "holds the run itself" in told and "name the folder of your package" in told
+    code = tmp_path / "mine"
+    code.mkdir()
+    (code / "reward.py").write_text("def one(args, sample): return 1.0\n")
+    named = ["rollout.rm_type=null", "rollout.custom_rm_path=mine.reward.won"]
+    told = say(toy_run, "set", str(toy_run.root), f"code={code}", *named, code=2)
+    assert "defines no won; did you mean mine.reward.one?" in told
+    assert not list((toy_run.root / "control").glob("change-*"))
+    named[1] = "rollout.custom_rm_path=mine.reward.one"
+    say(toy_run, "set", str(toy_run.root), f"code={code}", *named)
+    (code / "reward.py").write_text("def two(args, sample): return 2.0\n")
+    told = say(toy_run, "set", str(toy_run.root), f"code={code}", code=2)
+    assert "defines no one" in told
+    # The run has what was adopted, whatever the folder holds meanwhile.
+    say(toy_run, "set", str(toy_run.root), "rollout.rollout_temperature=0.7")
+    told = say(toy_run, "set", str(toy_run.root), "rollout.custom_rm_path=mine.reward.two", code=2)
+    assert "defines no two" in told
+
+
 def test_code_is_adopted_and_an_edited_snapshot_halts(toy_run: ToyRun, tmp_path: Path) -> None:
     code = tmp_path / "mine"
     code.mkdir()

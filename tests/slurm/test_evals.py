@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 from slurm.cluster import Cluster, wait_for
+from slurm.processes import find_supervisors
 from toy.commands import ToyRun
 from toy.program import set_service
 
@@ -76,14 +79,15 @@ def test_a_job_that_evaluates_is_killed_and_does_it_again(cluster: Cluster, scor
     assert scored.command("submit", str(scored.config)).returncode == 0
     evaluation = scored.root / "iterations" / "000000" / "eval-plain.t0"
     wait_for(lambda: list(evaluation.glob("claim.*")), what="a claimed evaluation", timeout_s=90)
-    listed = cluster.call("squeue", "-h", "-t", "R", "-o", "%i %j").splitlines()
-    running = [line.split()[0] for line in listed if ".i0000.eval-plain" in line]
-    for job in running:
-        cluster.call("scancel", "--signal=KILL", "--full", job)
+    found = find_supervisors(scored.root)
+    running = [process.pid for process in found if ".i0000.eval-plain" in process.job]
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
     done = scored.command("watch", str(scored.root))
     assert done.returncode == 0, done.stderr
     assert states(scored) == dict.fromkeys(DUE, "done")
     assert running, "it ended before it could be killed"
+    assert len(list(evaluation.glob("claim.*"))) == 2
 
     later = scored.command("eval", str(scored.root), "--version", "1", "--set", "plain")
     assert later.returncode == 0 and "i0001.eval-plain: job" in later.stdout, later.stderr

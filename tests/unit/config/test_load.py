@@ -177,7 +177,7 @@ B = {"prompt_data": "/d/b.jsonl"}
         ({"rollout__prompt_data": [A, A | {"wieght": 2}]}, "rollout.prompt_data[1].wieght is not a setting; did you mean rollout.prompt_data[1].weight?"),
         ({"rollout__prompt_data": [A | {"weight": -1}]}, "rollout.prompt_data[0].weight = -1 must be above 0; raise it"),
         ({"rollout__prompt_data": [A | {"prompt_data": "x"}]}, "rollout.prompt_data[0].prompt_data is not a setting; did you mean rollout.prompt_data[0].path?"),
-        ({"rollout__prompt_data": [A | {"task": "x"}]}, "rollout.prompt_data[0].task is not a setting; rollout.prompt_data[0] takes input_key, label_key,"),
+        ({"rollout__prompt_data": [A | {"task": "x"}]}, "rollout.prompt_data[0].task is not a setting; rollout.prompt_data[0] takes metadata_key, options, tool_key, label_key and 15 more: docs/configuration.md"),
         ({"rollout__prompt_data": [{"path": "/x.jsonl"}]}, "rollout.prompt_data[0].name is missing; add it"),
         ({"rollout__prompt_data": [A, "/x.jsonl"]}, 'rollout.prompt_data[1] = "/x.jsonl" must be a section (key: value); write name: …, path: …'),
         ({"rollout__prompt_data": {"str": "/x.jsonl"}}, 'rollout.prompt_data = {"str": "/x.jsonl"} must be text or a list; make it the item of a list: begin it with -'),

@@ -100,3 +100,15 @@ def test_what_is_not_there_is_named(
     load: Load, place: dict[str, Any], values: dict[str, Any], line: str
 ) -> None:
     assert lines(load(**place | values)) == [line]
+
+
+def test_code_is_looked_at(load: Load, place: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "a.py").write_text("def b(): ...\n")
+    values = place | {"rollout__rm_type": None, "rollout__custom_rm_path": "mine.a.c"}
+    settings = load(**values, code=[str(tmp_path / "mine")])
+    (line,) = lines(settings)
+    assert line.endswith("defines no c; did you mean mine.a.b?")
+    assert list(check_files(settings, code=[])) == [], "other folders hold than the settings name"
+    (line,) = lines(load(**place, code=[str(tmp_path)]))
+    assert line.startswith(f'code[0] = "{tmp_path}" holds the run itself ({tmp_path}/runs/demo)')
