@@ -30,12 +30,15 @@ demo: install ## a whole run on this machine, no GPU and no Slurm
 test: install sglang-cpu lint ## everything, a real Slurm and a real SGLang included
 	# In a process of their own: they make a hundred trainers in it, one after the other.
 	$(PYTEST) -q tests/parity
-	# A real Slurm's tests mostly wait for it: they run beside all others, and are shown after them.
+	# Three at once on two cores: a real Slurm's tests mostly wait for it, and the in-memory cluster's
+	# are one process. What they print is shown after the others'.
 	@mkdir -p .cache
 	@$(PYTEST) -q tests/slurm --durations=15 >.cache/test-slurm.log 2>&1 & slurm=$$!; \
-	$(PYTEST) -q tests --ignore=tests/gpu --ignore=tests/parity --ignore=tests/slurm \
-	  -m 'not exhaustive' --durations=15; others=$$?; \
-	wait $$slurm; beside=$$?; cat .cache/test-slurm.log; exit $$((others | beside))
+	$(PYTEST) -q tests/chain -m 'not exhaustive' --durations=15 >.cache/test-chain.log 2>&1 & chain=$$!; \
+	$(PYTEST) -q tests -m 'not exhaustive' --durations=15 \
+	  $(addprefix --ignore=tests/,gpu parity slurm chain); failed=$$?; \
+	wait $$chain || failed=1; wait $$slurm || failed=1; \
+	cat .cache/test-chain.log .cache/test-slurm.log; exit $$failed
 
 test-fast: install ## under two minutes
 	$(PYTEST) -q tests/unit tests/chain -m 'not slow and not exhaustive'
