@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from slurm_rl.config.derive import data_sets
-from slurm_rl.config.reward_checks import name_of
+from slurm_rl.config.reward_checks import name_of, reward_sources
 from slurm_rl.config.rollout_schema import Overlong, Overrides, Reward, Rollout
 from slurm_rl.config.row_rules import RowFault, check_reward_name
 from slurm_rl.config.schema import Settings
@@ -68,11 +68,6 @@ class Plans:
                 entry.name: self._plan(settings, entry, is_shaped=True)
                 for entry in data_sets(settings)
             }
-
-    def terms(self) -> Iterator[Term]:
-        """Every term of every data set."""
-        for plan in (self._default, *self._by_set.values()):
-            yield from plan.terms
 
     def choose(self, data_set: str, rm_type: Any) -> Plan:
         """The plan for a sample. rm_type: what its metadata says, or None. Raises DataError.
@@ -143,9 +138,12 @@ def no_reward(args: Any, sample: Any) -> float:
 
 
 def find_rewards(settings: Settings) -> list[str]:
-    """Names of all rewards of the rollout and the evaluations, each found. Raises as `Plans`."""
-    plans = [Plans(settings), *(Plans(settings, entry) for entry in settings.eval.values())]
-    return sorted({term.name for entry in plans for term in entry.terms()})
+    """Names and dotted paths of all rewards of the rollout and the evaluations, each found. Raises
+    as `Plans`."""
+    for own in (None, *settings.eval.values()):
+        Plans(settings, own)
+    named = {source.custom_rm_path or source.rm_type for _, source in reward_sources(settings)}
+    return sorted(name for name in named if name is not None)
 
 
 def overlong_penalty(length: int, *, limit: int, overlong: Overlong) -> float:

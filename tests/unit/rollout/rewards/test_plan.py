@@ -65,7 +65,7 @@ def test_an_evaluation_has_its_own_reward_and_is_not_shaped(make: Make) -> None:
     plain = Plans(settings, EvalSet(prompt_data="/a")).choose("data", None)
     assert [(term.name, term.weight) for term in plain.terms] == [("overlap", 2.0), ("gsm8k", 1.0)]
     assert own.overlong is None and plain.overlong is None
-    assert find_rewards(settings) == ["gsm8k", "overlap"]
+    assert find_rewards(settings) == ["f1", "gsm8k"]
 
 
 def test_each_term_sees_its_own_options(make: Make) -> None:
