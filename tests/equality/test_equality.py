@@ -147,8 +147,8 @@ def test_a_chain_whose_every_job_was_killed_is_the_same(
 MUTANTS = {
     "a seed from the pid": (
         "slurm_rl/seeds.py",
-        "text = ",
-        "import os; seed += os.getpid(); text = ",
+        'return "/".join(',
+        'import os; seed += os.getpid(); return "/".join(',
         "i0000.init",
     ),
     "a dropped optimizer state": (
