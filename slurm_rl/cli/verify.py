@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +12,8 @@ from slurm_rl.cli.runs import find_run
 from slurm_rl.cli.terminal import format_bytes, say
 from slurm_rl.errors import CorruptError, NoRunError, NothingDone, PrunedError
 from slurm_rl.launch.build import OpenRun
-from slurm_rl.storage.commits import assemble, file_path, find_damage, read_commit
+from slurm_rl.storage.commits import file_path, find_damage, find_stage_commit
 from slurm_rl.storage.control import Control, read_control
-from slurm_rl.storage.digest import digest_value
 from slurm_rl.storage.tombstones import explain_pruned, is_pruned, read_pruned
 from slurm_rl.types import Commit, Slot, StageRef
 
@@ -103,21 +101,10 @@ def _find_orphaned(
 
 
 def _read_whole(opened: OpenRun, control: Control, ref: StageRef) -> tuple[Commit | None, bool]:
-    """The commit of a whole stage on its current timeline, and whether it is published as such; if
-    not, as its shards would make it."""
+    """The commit of a whole stage on its current timeline, and whether it is published as such."""
     stage = Slot(ref.iteration, ref.kind, control.timeline_of(ref))
-    commit = read_commit(opened.run, stage)
     num_shards = opened.chain.graph.node(ref.kind).num_shards
-    if commit is not None or num_shards == 1:
-        return commit, True
-    shards = []
-    for index in range(num_shards):
-        shard = read_commit(opened.run, dataclasses.replace(stage, shard=index))
-        if shard is None:
-            return None, False
-        shards.append(shard)
-    content, provenance = assemble(shards)
-    return Commit(content, provenance, digest_value(content)), False
+    return find_stage_commit(opened.run, stage, num_shards=num_shards)
 
 
 def print_path(path: Path, what: str, *, iteration: int | None) -> None:

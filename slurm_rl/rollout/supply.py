@@ -72,7 +72,7 @@ class Supply:
         self._given_up: set[int] = set()  # of those: a reward failed once more
         self._dropped: dict[int, str] = {}  # number -> key
         self._spare: dict[int, Entry] = {}  # kept copies of groups that were dropped here
-        self._found: dict[str | int, Entry] = {}  # of groups that were not entered yet, by `_name`
+        self._found: dict[str | int, Entry] = {}  # not entered yet; others' by number
         self.ledger = ledger
         self.entries: dict[int, Entry] = {}
         # All of them at once: a batch that closes early must know what carries over again.

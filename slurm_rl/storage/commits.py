@@ -97,19 +97,28 @@ def read_stage_commit(
 ) -> Commit | None:
     """The commit of a whole stage; assembles and publishes it if all its shards are there."""
     stage = Slot(ref.iteration, ref.kind, timeline)
+    commit, is_published = find_stage_commit(run, stage, num_shards=num_shards)
+    if commit is None or is_published:
+        return commit
+    publish_commit(run, stage, content=commit.content, provenance=commit.provenance)
+    # Somebody else's may not show here yet; it is the same, since it is made of the same shards.
+    return read_commit(run, stage) or commit
+
+
+def find_stage_commit(run: RunDir, stage: Slot, *, num_shards: int) -> tuple[Commit | None, bool]:
+    """The commit of a whole stage, and whether it is published as such; if not, as its shards make
+    it. Writes nothing."""
     commit = read_commit(run, stage)
     if commit is not None or num_shards == 1:
-        return commit
+        return commit, commit is not None
     shards = []
     for index in range(num_shards):
-        shard = read_commit(run, Slot(ref.iteration, ref.kind, timeline, index))
+        shard = read_commit(run, dataclasses.replace(stage, shard=index))
         if shard is None:
-            return None
+            return None, False
         shards.append(shard)
     content, provenance = assemble(shards)
-    publish_commit(run, stage, content=content, provenance=provenance)
-    # Somebody else's may not show here yet; it is the same, since it is made of the same shards.
-    return read_commit(run, stage) or Commit(content, provenance, digest_value(content))
+    return Commit(content, provenance, digest_value(content)), False
 
 
 def assemble(shards: list[Commit]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -66,6 +66,10 @@ class Cluster:
         """Slurm's word for a job's state."""
         return self.call("squeue", "-h", "-t", "all", "-j", job_id, "-o", "%T").strip()
 
+    def job_names(self) -> list[str]:
+        """Of all jobs in the queue."""
+        return self.call("squeue", "-h", "-o", "%j").split()
+
     def clear(self) -> None:
         """Cancel every job, and wait until the nodes are free."""
         self.call("scancel", "--user", str(os.getuid()))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from slurm.cluster import Cluster, wait_for
+from slurm.runs import open_run, write
 from toy.commands import ToyRun
 from toy.program import fail_stage
 
@@ -15,30 +16,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 @pytest.fixture
 def slurm_run(cluster: Cluster, tmp_path: Path) -> ToyRun:
-    for folder in (tmp_path, tmp_path.parent):
-        folder.chmod(0o755)
-    run = ToyRun(tmp_path)
+    run = open_run(tmp_path)
     write(run)
     return run
 
 
-def write(run: ToyRun, **changes: object) -> None:
-    run.write(
-        launcher="slurm",
-        num_rollout=2,
-        host_python=sys.executable,
-        slurm={"partition": "low", "time": "00:05:00", "cpus_per_task": 1},
-        env={"TOY_SECOND": "0.5"},
-        **changes,
-    )
-
-
 def claims(run: ToyRun, stage: str) -> list[str]:
     return sorted(p.name for p in (run.root / "iterations").glob(f"{stage}.t0/claim.*"))
-
-
-def jobs(cluster: Cluster) -> list[str]:
-    return cluster.call("squeue", "-h", "-o", "%j").split()
 
 
 def test_scancel_of_a_running_job_pauses_the_run(cluster: Cluster, slurm_run: ToyRun) -> None:
@@ -54,7 +38,7 @@ def test_scancel_of_a_running_job_pauses_the_run(cluster: Cluster, slurm_run: To
     assert claims(slurm_run, stage) == ["claim.0001"], "a paused run claims nothing"
     done = slurm_run.command("resume", str(slurm_run.root), "--wait")
     assert done.returncode == 0, done.stderr
-    wait_for(lambda: not jobs(cluster), what="an empty queue")
+    wait_for(lambda: not cluster.job_names(), what="an empty queue")
 
 
 def test_cancel_empties_the_queue_and_resume_goes_on(cluster: Cluster, slurm_run: ToyRun) -> None:
@@ -62,7 +46,7 @@ def test_cancel_empties_the_queue_and_resume_goes_on(cluster: Cluster, slurm_run
     wait_for(lambda: claims(slurm_run, "000000/rollout"), what="a claimed rollout", timeout_s=60)
     told = slurm_run.command("cancel", str(slurm_run.root))
     assert told.returncode == 0 and "cancelled" in told.stdout
-    wait_for(lambda: not jobs(cluster), what="an empty queue", timeout_s=60)
+    wait_for(lambda: not cluster.job_names(), what="an empty queue", timeout_s=60)
     assert slurm_run.command("submit", str(slurm_run.config)).returncode == 3
     done = slurm_run.command("resume", str(slurm_run.root), "--wait")
     assert done.returncode == 0, done.stderr
@@ -98,7 +82,7 @@ def test_one_failing_rank_halts_though_srun_reports_sigterm(
     halted = slurm_run.command("watch", str(slurm_run.root))
     assert halted.returncode == 4 and "told to fail (user)" in halted.stderr, halted.stderr
     assert claims(slurm_run, "000000/train") == ["claim.0001"]
-    wait_for(lambda: not jobs(cluster), what="an empty queue", timeout_s=60)
+    wait_for(lambda: not cluster.job_names(), what="an empty queue", timeout_s=60)
 
 
 def test_a_refused_option_is_one_line_and_loses_nothing(slurm_run: ToyRun) -> None:

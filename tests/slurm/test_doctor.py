@@ -60,10 +60,6 @@ def found(facts: dict[str, Any], name: str) -> list[tuple[str, str]]:
     return [(f["level"], f["found"]) for f in facts["findings"] if f["name"] == name]
 
 
-def queue(cluster: Cluster) -> list[str]:
-    return cluster.call("squeue", "-h", "-o", "%j").split()
-
-
 def test_the_site_is_looked_at_by_jobs_and_nothing_is_left(
     cluster: Cluster, doctor: Doctor, tmp_path: Path
 ) -> None:
@@ -76,7 +72,7 @@ def test_the_site_is_looked_at_by_jobs_and_nothing_is_left(
     assert (here[0], between[0]) == ("ok", "ok") and "between node" in between[1]
     assert "2 s after they are told" in found(facts, "preemption in low")[0][1]
     assert list(tmp_path.iterdir()) == []
-    assert not queue(cluster)
+    assert not cluster.job_names()
 
 
 def test_a_site_that_refuses_sbatch_on_its_nodes_is_found(doctor: Doctor, tmp_path: Path) -> None:
@@ -113,7 +109,7 @@ def test_a_doctor_that_was_killed_leaves_no_job_behind_for_long(
     status, facts, _ = doctor()
     assert status == 0, facts
     assert list(tmp_path.iterdir()) == []
-    wait_for(lambda: not queue(cluster), what="an empty queue")
+    wait_for(lambda: not cluster.job_names(), what="an empty queue")
 
 
 def test_a_stage_is_tried_with_its_own_job_on_two_nodes(
@@ -125,7 +121,7 @@ def test_a_stage_is_tried_with_its_own_job_on_two_nodes(
     assert status == 0, (facts, err)
     assert "gloo over 2 rank(s): right" in found(facts, "all-reduce")[0][1]
     assert "2 on 2 node(s)" in found(facts, "ranks")[0][1]
-    assert list(tmp_path.iterdir()) == [] and not queue(cluster)
+    assert list(tmp_path.iterdir()) == [] and not cluster.job_names()
 
 
 def test_nodes_that_call_themselves_localhost_are_found(doctor: Doctor) -> None:
@@ -146,7 +142,7 @@ def test_a_wall_time_beyond_the_partitions_is_refused_before_anything_is_made(
     assert told.returncode == 2
     assert "partition low" in told.stderr and "MaxTime 1-00:00:00" in told.stderr
     assert len(told.stderr.strip().splitlines()) == 1
-    assert list(tmp_path.iterdir()) == [] and not queue(cluster)
+    assert list(tmp_path.iterdir()) == [] and not cluster.job_names()
 
 
 def test_a_shell_has_the_stages_allocation_and_commits_nothing(
@@ -163,7 +159,9 @@ def test_a_shell_has_the_stages_allocation_and_commits_nothing(
         slurm={"partition": "low", "time": "00:05:00", "cpus_per_task": 2},
     )
     assert run.command("submit", str(run.config), "--wait").returncode == 0
-    wait_for(lambda: not [n for n in queue(cluster) if ".tick." not in n], what="an idle queue")
+    wait_for(
+        lambda: not [n for n in cluster.job_names() if ".tick." not in n], what="an idle queue"
+    )
     before = run.digests()
     command = (
         "hostname; echo $SLURM_CPUS_PER_TASK $SLURM_JOB_PARTITION $SLURM_JOB_NAME $FROM_SETUP;"
@@ -180,4 +178,4 @@ def test_a_shell_has_the_stages_allocation_and_commits_nothing(
     assert "result.json" in files
     assert "Read-only file system" in done.stderr
     assert run.digests() == before and not list(run.root.rglob(".shell-*"))
-    wait_for(lambda: ".shell-" not in "".join(queue(cluster)), what="the end of its job")
+    wait_for(lambda: ".shell-" not in "".join(cluster.job_names()), what="the end of its job")

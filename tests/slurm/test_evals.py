@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 from slurm.cluster import Cluster, wait_for
 from slurm.processes import find_supervisors
+from slurm.runs import open_run, write
 from toy.commands import ToyRun
 from toy.program import set_service
 
@@ -22,19 +22,9 @@ DUE = [f"i000{version}.eval-{name}" for version in (0, 2) for name in ("judged",
 @pytest.fixture
 def scored(cluster: Cluster, tmp_path: Path) -> ToyRun:
     """Both ends evaluated by `judged`, which asks a service, and by `plain`; scores are jobs."""
-    for folder in (tmp_path, tmp_path.parent):
-        folder.chmod(0o755)
-    run = ToyRun(tmp_path)
+    run = open_run(tmp_path)
     data = {"prompt_data": str(run.folder / "prompts.jsonl")}
-    run.write(
-        launcher="slurm",
-        num_rollout=2,
-        host_python=sys.executable,
-        slurm={"partition": "low", "time": "00:05:00", "cpus_per_task": 1},
-        env={"TOY_SECOND": "0.5"},
-        score={"enabled": True, "poll_s": 0.5},
-        eval={"judged": data, "plain": data},
-    )
+    write(run, score={"enabled": True, "poll_s": 0.5}, eval={"judged": data, "plain": data})
     return run
 
 
@@ -42,10 +32,6 @@ def states(run: ToyRun) -> dict[str, str]:
     told = run.command("eval", str(run.root), "--json")
     assert told.returncode == 0, told.stderr
     return {row["ref"]: row["state"] for row in json.loads(told.stdout)}
-
-
-def jobs(cluster: Cluster) -> list[str]:
-    return cluster.call("squeue", "-h", "-o", "%j").split()
 
 
 def deferred(run: ToyRun) -> list[Path]:
@@ -71,7 +57,7 @@ def test_an_outage_delays_a_run_and_changes_nothing(
     assert done.returncode == 0, done.stderr
     assert states(scored) == dict.fromkeys(DUE, "done")
     assert scored.digests() == local.digests()
-    wait_for(lambda: not jobs(cluster), what="an empty queue", timeout_s=60)
+    wait_for(lambda: not cluster.job_names(), what="an empty queue", timeout_s=60)
     assert scored.command("verify", str(scored.root)).returncode == 0
 
 
@@ -92,4 +78,4 @@ def test_a_job_that_evaluates_is_killed_and_does_it_again(cluster: Cluster, scor
     later = scored.command("eval", str(scored.root), "--version", "1", "--set", "plain")
     assert later.returncode == 0 and "i0001.eval-plain: job" in later.stdout, later.stderr
     wait_for(lambda: states(scored).get("i0001.eval-plain") == "done", what="its result")
-    wait_for(lambda: not jobs(cluster), what="an empty queue", timeout_s=60)
+    wait_for(lambda: not cluster.job_names(), what="an empty queue", timeout_s=60)

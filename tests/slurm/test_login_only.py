@@ -49,14 +49,14 @@ def test_twenty_iterations_from_one_submission(login_cluster: Cluster, tmp_path:
     )
     told = run.command("submit", str(run.config))
     assert told.returncode == 0, told.stderr
-    assert len(jobs(login_cluster)) == WINDOW
+    assert len(login_cluster.job_names()) == WINDOW
 
     # One more link is lost without a word, as with its node.
     wait_for(lambda: run.digests().get("000003/rollout.t0"), what="a rollout", timeout_s=60)
     wait_for(lambda: find_supervisors(run.root), what="a job at work")
     os.kill(find_supervisors(run.root)[0].pid, signal.SIGKILL)
 
-    wait_for(lambda: not jobs(login_cluster), what="an end of the queue", timeout_s=180)
+    wait_for(lambda: not login_cluster.job_names(), what="an end of the queue", timeout_s=180)
     done = [name for name in run.digests() if "train" in name]
     assert len(done) >= WANTED, told_by_logs(run)
     ever = login_cluster.call("squeue", "-h", "-t", "all", "-o", "%j").split()
@@ -67,17 +67,13 @@ def test_twenty_iterations_from_one_submission(login_cluster: Cluster, tmp_path:
 
     # Somebody looks at last: the rest is submitted.
     assert run.command("resume", str(run.root)).returncode == 0
-    assert len(jobs(login_cluster)) == NUM_ROLLOUT - len(done)
+    assert len(login_cluster.job_names()) == NUM_ROLLOUT - len(done)
     assert run.command("cancel", str(run.root)).returncode == 0
 
 
 def test_sbatch_is_refused_on_the_nodes(login_cluster: Cluster) -> None:
     with pytest.raises(AssertionError, match="Access/permission denied"):
         login_cluster.tool("node", "exec", "node1", "sbatch", "--wrap", "true")
-
-
-def jobs(cluster: Cluster) -> list[str]:
-    return cluster.call("squeue", "-h", "-o", "%j").split()
 
 
 def num_failures(run: ToyRun) -> int:

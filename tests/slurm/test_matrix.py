@@ -168,7 +168,7 @@ def test_a_site(
             wait_for(last.exists, what=f"end of the run of {person.name}", timeout_s=120)
             assert run.digests() == reference, person.name
             person.type("verify", str(run.root))
-        wait_for(lambda: not jobs(cluster), what="an empty queue", timeout_s=60)
+        wait_for(lambda: not cluster.job_names(), what="an empty queue", timeout_s=60)
         check_accounting(is_on=accounting == "1", names=list(runs))
     if why_not:
         pytest.skip(f"done for root; {why_not}")
@@ -242,10 +242,6 @@ def kill_supervisors(runs: list[ToyRun]) -> None:
             what=f"another attempt of {run.root}",
             timeout_s=90,
         )
-
-
-def jobs(cluster: Cluster) -> list[str]:
-    return cluster.call("squeue", "-h", "-o", "%j").split()
 
 
 def check_accounting(*, is_on: bool, names: list[Person]) -> None:
