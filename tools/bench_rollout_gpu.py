@@ -43,6 +43,7 @@ from slurm_rl.types import Input, Order
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 "
 WANTED = 0.95
+HERE = Path(__file__).resolve().parent
 QWEN3_600M = {
     "model_type": "qwen3",
     "vocab_size": 151_936,
@@ -180,12 +181,10 @@ def write_prompts(path: Path, options: argparse.Namespace) -> None:
 
 
 def make_settings(root: Path, options: argparse.Namespace, concurrency: int) -> Settings:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-    from toy.sglang_cpu import CPU_ARGUMENTS, CPU_ENVIRONMENT
-
-    arguments = (CPU_ARGUMENTS if options.cpu else GPU_ARGUMENTS) | options.sglang
+    cpu = json.loads((HERE / "sglang_cpu.json").read_text())
+    arguments = (cpu["arguments"] if options.cpu else GPU_ARGUMENTS) | options.sglang
     python = os.environ.get("SLURM_RL_SGLANG_PYTHON", sys.executable)
-    env = {"HF_HUB_OFFLINE": "1"} | (CPU_ENVIRONMENT if options.cpu else {})
+    env = {"HF_HUB_OFFLINE": "1"} | (cpu["environment"] if options.cpu else {})
     if not options.cpu:
         env["SGLANG_IS_FLASHINFER_AVAILABLE"] = "false"
     if "SLURM_RL_SGLANG_PYTHONPATH" in os.environ:

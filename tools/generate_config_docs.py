@@ -28,7 +28,8 @@ INTRO = f"""\
 Written by `python tools/generate_config_docs.py` from `slurm_rl/config/schema.py`; change that.
 
 A run is one YAML file. What wins: defaults < the site file < the run's file < `--set a.b=c`.
-Sections merge key by key; a list or a plain value replaces what was there.
+Sections merge key by key; a list or a plain value replaces what was there, and `--set eval={{}}`
+(or `eval=null`) takes out all entries.
 
 - `1e-5` is a number, `20:00:00` and `no` are text; `true` and `false` alone are booleans. Nothing
   is converted silently: `"3"` is no number. Unknown keys and keys given twice are refused.

@@ -59,8 +59,9 @@ logger = logging.getLogger(__name__)
 _NUM_LOOKS = 5
 
 
-class _ControlChangedError(Exception):
-    """Paused, halted, rewound or changed since we looked: what was planned is of yesterday."""
+class _ChangedError(Exception):
+    """Paused, halted, rewound, changed or moved on since we looked: what was planned is of
+    yesterday."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ def _advance_once(chain: Chain, own: tuple[str, int | None] | None) -> Outcome:
         except (SchedulerError, StorageError, OSError) as error:
             logger.warning("%s: %s; left to a later advance", type(action).__name__, error)
             errors.append(error)
-        except _ControlChangedError:
+        except _ChangedError:
             is_stale = True
             break
     for reason in planned.waiting:
@@ -210,7 +211,7 @@ def _observe(chain: Chain, own: tuple[str, int | None] | None, *, now: float) ->
 def _carry_out(chain: Chain, control: Control, action: Action, job_ids: dict[Link, str]) -> None:
     """One action. A link whose parent could not be submitted is left out: it would wake at once."""
     if isinstance(action, Submit | SubmitTick | GiveUp) and read_control(chain.run) != control:
-        raise _ControlChangedError
+        raise _ChangedError
     match action:
         case Submit() if _has_all(action.after, job_ids):
             _submit_link(chain, control, action, job_ids)
@@ -257,7 +258,9 @@ def _submit_link(chain: Chain, control: Control, action: Submit, job_ids: dict[L
         fallback=action.fallback,
     )
     if not publish_intent(run, folder, intent):
-        logger.info("%s: submission %d is somebody else's", link.anchor, action.number)
+        logger.info("%s: submission %d is somebody else's", link, action.number)
+        if action.shards:
+            raise _ChangedError  # perhaps it is for other shards
         return
     run.fs.mkdir(run.logs_dir(link.iteration))
     wall = _learn_wall(chain, control, link)
@@ -293,7 +296,7 @@ def _submit_request(chain: Chain, request: LinkRequest) -> str:
 
 def _learn_wall(chain: Chain, control: Control, link: Link) -> WallTime | None:
     """What the link's own past says about its times, where the settings leave it open."""
-    ask = chain.asks.get(link.kinds[-1])
+    ask = chain.asks.get(link.job_kind)
     if ask is None:
         return None
     run, graph = chain.run, chain.graph
@@ -340,6 +343,7 @@ def render_link(
         name=name,
         command=("link", str(run.root), str(path.relative_to(run.root)), name),
         stages=link.stages,
+        pool=link.pool,
         shards=intent.shards,
         log=str(run.logs_dir(link.iteration) / f"{link.label}.{intent.number:04d}"),
     )

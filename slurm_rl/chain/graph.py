@@ -1,8 +1,9 @@
 """The graph of an iteration as data: a pure function from settings to stages and links.
 
 A *stage* is a node of the graph. A *link* is what one Slurm job is submitted for: one stage under
-`pack: stage`, all stages of an iteration under `pack: iteration`. Evaluations hang off versions of
-the weights: they are stages with a job of their own, and no stage of the chain needs them.
+`pack: stage`, all stages of an iteration under `pack: iteration`. A rollout in pools has a link for
+each: arrays that ask Slurm for different things, of one stage. Evaluations hang off versions of the
+weights: they are stages with a job of their own, and no stage of the chain needs them.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slurm_rl.config.derive import needs_score
+from slurm_rl.config.pools import pool_shards
 from slurm_rl.config.schema import EVAL_PREFIX, Settings
-from slurm_rl.types import StageRef
+from slurm_rl.types import Slot, StageRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +34,20 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class StageNode:
-    """A stage kind: its parents, and into how many shards it is cut."""
+    """A stage kind: its parents, and into how many shards it is cut.
+
+    pools: name -> the shards that have a job of their own; none: all are one job's.
+    """
 
     kind: str
     needs: tuple[Need, ...] = ()
     num_shards: int = 1
+    pools: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    @property
+    def shards(self) -> tuple[int | None, ...]:
+        """The shards of its slots; one that is not cut has a slot without."""
+        return tuple(range(self.num_shards)) if self.num_shards > 1 else (None,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +69,23 @@ class EvalRule:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one job is for. Its intents lie with its last stage."""
+    """What one job is for. Its intents lie with its last stage.
+
+    pool: the part of its stage's shards that it is for; empty: all of them.
+    """
 
     iteration: int
     kinds: tuple[str, ...]
+    pool: str = ""
 
     @property
     def label(self) -> str:
-        return self.kinds[0] if len(self.kinds) == 1 else "iteration"
+        return self.job_kind if len(self.kinds) == 1 else "iteration"
+
+    @property
+    def job_kind(self) -> str:
+        """The kind of its job: what it asks Slurm for is set under this name."""
+        return f"{self.kinds[-1]}-{self.pool}" if self.pool else self.kinds[-1]
 
     @property
     def stages(self) -> tuple[StageRef, ...]:
@@ -77,6 +97,10 @@ class Link:
 
     def job_name(self, run_name: str, token: str) -> str:
         return f"{run_name}.i{self.iteration:04d}.{self.label}.{token}"
+
+    def __str__(self) -> str:
+        """Its last stage, with the pool: `i0012.rollout-spot`."""
+        return f"i{self.iteration:04d}.{self.job_kind}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,32 +169,45 @@ class Graph:
 
     def links(self, iteration: int) -> tuple[Link, ...]:
         """The jobs of one iteration. Nothing but the setup packs alone: it has its own shape."""
-        kinds = [node.kind for node in self.stages(iteration)]
-        if self.pack == "stage":
-            return tuple(Link(iteration, (kind,)) for kind in kinds)
-        return (Link(iteration, tuple(kinds)),)
+        nodes = self.stages(iteration)
+        if self.pack != "stage":
+            return (Link(iteration, tuple(node.kind for node in nodes)),)
+        return tuple(
+            Link(iteration, (node.kind,), pool)
+            for node in nodes
+            for pool in ([name for name, _ in node.pools] or [""])
+        )
 
-    def link_of(self, ref: StageRef) -> Link:
-        """The link that a stage belongs to."""
+    def links_of(self, ref: StageRef) -> tuple[Link, ...]:
+        """The links that a stage belongs to: one, or one for each pool."""
         if ref.is_eval:
-            return Link(ref.iteration, (ref.kind,))
-        return next(link for link in self.links(ref.iteration) if ref.kind in link.kinds)
+            return (Link(ref.iteration, (ref.kind,)),)
+        return tuple(link for link in self.links(ref.iteration) if ref.kind in link.kinds)
+
+    def pool_of(self, slot: Slot) -> str:
+        """The pool that a slot's shard belongs to; empty where there are none."""
+        pools = self.node(slot.kind).pools
+        return next((name for name, shards in pools if (slot.shard or 0) in shards), "")
+
+    def job_kind(self, slot: Slot) -> str:
+        """The kind of the jobs that a slot is worked on in."""
+        return Link(slot.iteration, (slot.kind,), self.pool_of(slot)).job_kind
 
     def link_parents(self, link: Link) -> tuple[Link, ...]:
         """Links whose ends a link waits for: its stages' parents, less those that another of
         them waits for already; newest last."""
         found = self._direct_parents(link)
         covered: set[Link] = set()
-        for parent in sorted(found, key=_age, reverse=True):
+        for parent in sorted(found, key=_order, reverse=True):
             if parent not in covered:
                 covered |= self._ancestors(parent, since=min(map(_age, found)))
-        return tuple(sorted(found - covered, key=_age))
+        return tuple(sorted(found - covered, key=_order))
 
     def _direct_parents(self, link: Link) -> set[Link]:
         refs = {ref for stage in link.stages for ref in self.parents(stage).values()}
         # Older ones (the reference model) have committed long before.
         near = {ref for ref in refs if ref.iteration >= link.iteration - 2}
-        return {self.link_of(ref) for ref in near} - {link}
+        return {at for ref in near for at in self.links_of(ref)} - {link}
 
     def _ancestors(self, link: Link, *, since: tuple[int, int]) -> set[Link]:
         """Those that are not older than `since`."""
@@ -190,8 +227,13 @@ class Graph:
 
 
 def _age(link: Link) -> tuple[int, int]:
-    """Sorts links by iteration, then by the place of their last stage in it."""
+    """Iteration, then the place of the last stage in it: pools of one stage are of the same."""
     return link.anchor.position
+
+
+def _order(link: Link) -> tuple[tuple[int, int], str]:
+    """Sorts links by age."""
+    return _age(link), link.pool
 
 
 def build_graph(settings: Settings) -> Graph:
@@ -209,6 +251,7 @@ def build_graph(settings: Settings) -> Graph:
             Need("previous", "rollout", back=1),
         ),
         num_shards=settings.rollout.shards,
+        pools=tuple((name, tuple(shards)) for name, shards in pool_shards(settings).items()),
     )
     needs = [Need("rollout", "rollout"), Need("checkpoint", "train", back=1, first="init")]
     score = [StageNode("score", (Need("rollout", "rollout"),))] if needs_score(settings) else []

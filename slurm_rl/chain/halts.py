@@ -56,7 +56,7 @@ def explain_end(spec: Spec, link: LinkView) -> Halt | None:
     # A job that dies before it claims leaves no failed attempt; it must not go on for ever.
     if not link.is_done and link.num_lost > LOST_PER_ATTEMPT * spec.max_attempts:
         return Halt(
-            f"{link.link.anchor}: {link.num_lost} jobs ended before they could look for work",
+            f"{link.link}: {link.num_lost} jobs ended before they could look for work",
             "look at the jobs' own logs (`logs/` of the iteration), then `slurm-rl resume RUN`",
         )
     used_up = (slot for slot in link.open_slots if is_used_up(spec, slot))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from slurm_rl.chain.graph import Graph, Link
 from slurm_rl.chain.scheduler import WallTime
-from slurm_rl.chain.slots import slots_of
+from slurm_rl.chain.slots import link_slots
 from slurm_rl.storage.claims import read_claims, read_end
 from slurm_rl.storage.commits import DURATIONS, read_commit
 from slurm_rl.storage.control import Control
@@ -82,8 +82,7 @@ def count_timeouts(run: RunDir, graph: Graph, control: Control, link: Link) -> i
     """Attempts of a link's stages that the time limit ended."""
     ends = [
         read_end(run, slot, claim)
-        for ref in link.stages
-        for slot in slots_of(graph, control, ref)
+        for slot in link_slots(graph, control, link)
         for claim in read_claims(run, slot)
     ]
     return sum(end is not None and end.outcome == "timed_out" for end in ends)

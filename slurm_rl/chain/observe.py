@@ -18,14 +18,14 @@ from pathlib import Path
 from slurm_rl.chain.evals import Evals, read_evals
 from slurm_rl.chain.graph import Graph, Link
 from slurm_rl.chain.scheduler import JobState, QueuedJob, Scheduler
-from slurm_rl.chain.slots import slots_of, view_slot
+from slurm_rl.chain.slots import link_slots, view_slot
 from slurm_rl.chain.usage import read_usage
 from slurm_rl.chain.view import MAX_EVALS, LinkView, SlotView, Spec, View
 from slurm_rl.errors import SchedulerUnavailable, StorageError
 from slurm_rl.storage.commits import has_commit, read_stage_commit
 from slurm_rl.storage.control import Control, read_control
 from slurm_rl.storage.durable import write_hint
-from slurm_rl.storage.intents import Intent, read_intents, read_silent
+from slurm_rl.storage.intents import POOL_FOLDER, Intent, read_intents, read_silent
 from slurm_rl.storage.rundir import RunDir
 from slurm_rl.types import Commit, Slot, StageRef
 
@@ -119,14 +119,15 @@ def _read_open_evals(evals: Evals, spec: Spec, window: list[Link]) -> tuple[list
         if len(links) == MAX_EVALS:
             break
         if evals.can_begin(ref):
-            links.append(evals.graph.link_of(ref))
+            links += evals.graph.links_of(ref)
     evals.write_hint(spec, first_open)
     has_more = num_seen > len(links)
     if spec.is_ahead and window:
         links += (
-            evals.graph.link_of(ref)
+            link
             for ref in evals.wanted(evals.newest + 1, window[-1].iteration + 1)
             if _will_begin(evals, ref, window) and not evals.is_settled(ref)
+            for link in evals.graph.links_of(ref)
         )
     return links, has_more
 
@@ -165,7 +166,7 @@ def _is_open(evals: Evals, ref: StageRef, window: list[Link]) -> bool:
 def _will_begin(evals: Evals, ref: StageRef, window: list[Link]) -> bool:
     """Whether its weights are there, or a link of the window makes them."""
     weights = evals.graph.weights(ref.iteration)
-    return ref.iteration <= evals.newest or evals.graph.link_of(weights) in window
+    return ref.iteration <= evals.newest or set(evals.graph.links_of(weights)) <= set(window)
 
 
 def read_queue(scheduler: Scheduler, short_id: str) -> tuple[QueuedJob, ...] | None:
@@ -180,9 +181,10 @@ def read_queue(scheduler: Scheduler, short_id: str) -> tuple[QueuedJob, ...] | N
 
 
 def link_folder(run: RunDir, control: Control, link: Link) -> Path:
-    """Where the intents of a link lie: with its last stage."""
+    """Where the intents of a link lie: with its last stage, those of a pool in a folder of it."""
     ref = link.anchor
-    return run.stage_dir(ref.iteration, ref.kind, control.timeline_of(ref))
+    folder = run.stage_dir(ref.iteration, ref.kind, control.timeline_of(ref))
+    return folder / f"{POOL_FOLDER}{link.pool}" if link.pool else folder
 
 
 def read_current(run: RunDir, graph: Graph, control: Control, ref: StageRef) -> Commit | None:
@@ -230,16 +232,15 @@ def _read_hint(run: RunDir) -> int | None:
 
 
 def _read_window(run: RunDir, graph: Graph, control: Control, size: int, head: int) -> list[Link]:
-    """Links from the first incomplete iteration on: those of it, and `size` that are not done."""
+    """Links from the first incomplete iteration on: those of it, and of `size` stages that are not
+    done. (The pools of a stage count as one.)"""
     write_head(run, head)
     links: list[Link] = []
-    open_links = 0
-    for link in graph.links_from(head):
-        ref = link.anchor
-        done = has_commit(run, Slot(ref.iteration, ref.kind, control.timeline_of(ref)))
-        open_links += not done
-        links.append(link)
-        if open_links >= size:
+    num_open = 0
+    for ref, of_stage in itertools.groupby(graph.links_from(head), key=lambda link: link.anchor):
+        num_open += not has_commit(run, Slot(ref.iteration, ref.kind, control.timeline_of(ref)))
+        links += of_stage
+        if num_open >= size:
             break
     return links
 
@@ -251,7 +252,7 @@ def _view_link(scene: _Scene, link: Link, intents: list[Intent]) -> tuple[LinkVi
     for ref in link.stages:
         commit = scene.read(ref)
         conflict = conflict or _find_conflict(scene, ref, commit)
-        slots += _view_stage(scene, ref, commit)
+        slots += _view_stage(scene, link, ref, commit)
     view = LinkView(
         link,
         intents=tuple((intent, scene.now - intent.created) for intent in intents),
@@ -278,9 +279,9 @@ def _find_conflict(scene: _Scene, ref: StageRef, commit: Commit | None) -> str:
     return ""
 
 
-def _view_stage(scene: _Scene, ref: StageRef, commit: Commit | None) -> list[SlotView]:
+def _view_stage(scene: _Scene, link: Link, ref: StageRef, commit: Commit | None) -> list[SlotView]:
     run, control = scene.run, scene.control
-    slots = slots_of(scene.graph, control, ref)
+    slots = [slot for slot in link_slots(scene.graph, control, link) if slot.stage == ref]
     if commit is not None:
         return [SlotView(str(slot), slot.shard, True) for slot in slots]
     return [view_slot(run, control, slot, scene.queue, scene.now, scene.spec) for slot in slots]
@@ -293,7 +294,7 @@ def _count_lost(scene: _Scene, link: Link, intents: list[Intent]) -> int:
     """
     if scene.queue is None or len(intents) < 2:
         return 0
-    forgiven = dict(scene.control.forgiven).get(str(link.anchor), 0)
+    forgiven = dict(scene.control.forgiven).get(str(link), 0)
     silent = read_silent(scene.run, link_folder(scene.run, scene.control, link))
     live = {job.token for job in scene.queue if job.state is not JobState.ENDED}
     return sum(i.number > forgiven and i.number in silent and i.token not in live for i in intents)

@@ -10,12 +10,16 @@ number is submitted. A duplicate job is harmless, since a slot takes one claim a
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from slurm_rl.chain.graph import Link
 from slurm_rl.chain.halts import find_halt
 from slurm_rl.chain.outages import deferred_for, describe_outage
 from slurm_rl.chain.plan_evals import links_in_turn, plan_giving_up
+from slurm_rl.chain.plan_ticks import TICKS_WANTED, missing_ticks, plan_ticks
 from slurm_rl.chain.scheduler import JobState, QueuedJob
 from slurm_rl.chain.view import (
     MAX_EVALS,
@@ -27,18 +31,13 @@ from slurm_rl.chain.view import (
     Repoint,
     Spec,
     Submit,
-    SubmitTick,
     View,
 )
 from slurm_rl.storage.intents import Intent
+from slurm_rl.types import StageRef
 
-#: Pending ticks that are kept while a run is under way.
-TICKS_WANTED = 2
-#: A controller killed within a second of a submission forgets the job; two ticks submitted
-#: further apart than this are not both forgotten.
-TICK_SPACING_S = 10.0
 #: Reasons of a pending job that has not begun to wait for its place yet.
-_NOT_YET = ("BeginTime", "Dependency")
+_NOT_YET = ("BeginTime", "Dependency", "JobArrayTaskLimit")
 #: More nodes than these are not stayed away from: then it is not the nodes.
 _MOST_EXCLUDED = 8
 
@@ -47,16 +46,20 @@ _MOST_EXCLUDED = 8
 class _Draft:
     """What is being planned: actions, reasons, the jobs of each link, and the room in the queue.
 
-    have: link -> the id of its live job, or itself if it is being submitted.
+    have: link -> the ids of its live jobs, and itself if one is being submitted.
     last: what comes after all else; leaving: ids of jobs that end with it.
     """
 
     actions: list[Action] = field(default_factory=list)
     waiting: list[str] = field(default_factory=list)
-    have: dict[Link, str | Link] = field(default_factory=dict)
+    have: dict[Link, tuple[str | Link, ...]] = field(default_factory=dict)
     last: list[Action] = field(default_factory=list)
     leaving: set[str] = field(default_factory=set)
     room: int = 0
+
+    def jobs_of(self, links: list[Link]) -> tuple[str | Link, ...]:
+        """What to wait for, to wake when all of `links` have ended."""
+        return tuple(dict.fromkeys(at for link in links for at in self.have.get(link, ())))
 
 
 def plan(spec: Spec, view: View) -> Plan:
@@ -76,12 +79,13 @@ def plan(spec: Spec, view: View) -> Plan:
     draft.actions += plan_giving_up(spec, view)
     _plan_window(spec, view, draft)
     _plan_strays(spec, view, draft)
-    lacks_tick = spec.ticks and _plan_ticks(spec, view, draft)
-    return Plan(tuple(draft.actions), tuple(draft.waiting), lacks_tick)
+    ticks, lacks_tick = plan_ticks(spec, view, room=_submit_room(spec, view))
+    return Plan((*draft.actions, *ticks), tuple(draft.waiting), lacks_tick)
 
 
 def _plan_window(spec: Spec, view: View, draft: _Draft) -> None:
-    """Keep one live job for each link of the window; each wakes on the end of its parents'."""
+    """Keep a live job for each link of the window, and for each shard of it; each wakes on the end
+    of its parents'."""
     for seen, parents in links_in_turn(spec, view, most_evals=_most_evals(spec, view)):
         # A chain that lets evaluations go first does not wait for one that cannot be submitted.
         parents = [link for link in parents if not link.anchor.is_eval or link in draft.have]
@@ -93,39 +97,50 @@ def _plan_window(spec: Spec, view: View, draft: _Draft) -> None:
         live = [job for job in view.jobs_of(seen) if job.state.is_live]
         if live:
             _plan_dependency(view, live, parents, draft)
-            draft.have[seen.link] = live[-1].base_id
-            _plan_fallback(spec, view, seen, live, draft)
+            draft.have[seen.link] = tuple(dict.fromkeys(job.base_id for job in live))
+        bare = _without_job(seen, live)
+        if bare.open_slots or not live:
+            _plan_submission(spec, view, bare, parents, draft)
         else:
-            _plan_submission(spec, view, seen, parents, draft)
+            _plan_fallback(spec, view, seen, live, draft)
     draft.actions += draft.last
+
+
+def _without_job(seen: LinkView, live: list[QueuedJob]) -> LinkView:
+    """What no live job stands for: of an array, shards whose tasks have ended without a commit."""
+    if not live:
+        return seen
+    tasks = {job.task for job in live}
+    bare = {shard for shard in seen.missing_shards if shard not in tasks and None not in tasks}
+    slots = (s for s in seen.slots if s.shard is None or s.shard in bare)
+    return dataclasses.replace(seen, slots=tuple(slots) if bare else ())
 
 
 def _plan_submission(
     spec: Spec, view: View, seen: LinkView, parents: list[Link], draft: _Draft
 ) -> None:
-    """Submit a link that no live job stands for, or say why not yet."""
-    held = [job for job in view.jobs_of(seen) if job.state is JobState.HELD]
+    """Submit a link, or shards of it, that no live job stands for, or say why not yet."""
+    held = [job for job in _jobs_of_shards(view.jobs_of(seen), seen) if job.state is JobState.HELD]
     if held:
         ids = tuple(sorted(job.job_id for job in held))
         draft.waiting.append(f"{held[0].name} ({ids[0]}) is held: {held[0].reason}")
         draft.actions.append(Cancel(ids, "held; replaced"))
     number, reason = _next_submission(spec, seen, view, bool(held))
     num_tasks = max(1, len(seen.missing_shards))
-    must_leave = _missing_ticks(spec, view) if parents or seen.is_eval else 0
+    must_leave = missing_ticks(spec, view) if parents or seen.is_eval else 0
     if number and num_tasks > draft.room - must_leave:
         number, reason = 0, "the submit limit is reached; deferred"
-    if number and not all(link in draft.have for link in parents):
+    if number and not all(draft.have.get(link) for link in parents):
         # A link without a live parent would wake at once.
         number, reason = 0, "its parent has no job yet"
     if not number:
-        draft.waiting.append(f"{seen.link.anchor}: {reason}")
+        draft.waiting.append(f"{seen.link}: {reason}")
         return
-    after = tuple(draft.have[link] for link in parents)
     draft.actions.append(
         Submit(
             seen.link,
             number,
-            after,
+            draft.jobs_of(parents),
             seen.missing_shards,
             _retry_delay(spec, seen),
             _find_bad_nodes(seen, view),
@@ -133,7 +148,7 @@ def _plan_submission(
         )
     )
     draft.room -= num_tasks
-    draft.have[seen.link] = seen.link
+    draft.have[seen.link] = (*draft.have.get(seen.link, ()), seen.link)
     if any(slot.num_deferrals for slot in seen.open_slots):
         # Those behind it keep their places in the queue: woken, they would hold nodes for nothing.
         draft.leaving |= {job.base_id for job in view.queue or () if view.is_own(job)}
@@ -143,14 +158,18 @@ def _next_submission(spec: Spec, seen: LinkView, view: View, replace_held: bool)
     """Number of the submission to make for a link that no live job stands for, or why not yet."""
     if not seen.intents:
         return 1, ""
-    intent, age_s = seen.intents[-1]
+    number = seen.intents[-1][0].number + 1
     if view.queue is None:
         return 0, "the scheduler does not answer"
+    last = next((pair for pair in reversed(seen.intents) if _covers(pair[0], seen)), None)
+    if last is None:
+        return number, ""
+    intent, age_s = last
     # One of the future was dated by a clock that was set back since: its age says nothing.
     if replace_held or abs(age_s) >= spec.submit_deadline_s:
-        return intent.number + 1, ""
-    if _has_ended(intent, view):
-        return intent.number + 1, ""
+        return number, ""
+    if _has_ended(intent, seen, view):
+        return number, ""
     left = spec.submit_deadline_s - age_s
     return 0, f"submission {intent.number} is not in the queue; sure in {left:.0f} s"
 
@@ -178,32 +197,72 @@ def _find_bad_nodes(seen: LinkView, view: View) -> tuple[str, ...]:
 
 
 def _went_elsewhere(seen: LinkView) -> bool:
-    """Whether the link has gone to its fallback; its retries stay there."""
-    return any(intent.fallback for intent, _ in seen.intents)
+    """Whether the link (or its shards) has gone to its fallback; its retries stay there."""
+    return any(intent.fallback and _covers(intent, seen) for intent, _ in seen.intents)
+
+
+def _covers(intent: Intent, seen: LinkView) -> bool:
+    """Whether a submission was for any of what is missing. Without shards it was for everything."""
+    wanted = set(seen.missing_shards)
+    return not intent.shards or not wanted or bool(wanted & set(intent.shards))
+
+
+def _jobs_of_shards(jobs: Iterable[QueuedJob], seen: LinkView) -> list[QueuedJob]:
+    """Those that stand for what is missing."""
+    wanted = set(seen.missing_shards)
+    return [job for job in jobs if job.task is None or not wanted or job.task in wanted]
 
 
 def _plan_fallback(
     spec: Spec, view: View, seen: LinkView, live: list[QueuedJob], draft: _Draft
 ) -> None:
-    """Say what a live job waits for; send one that has waited too long elsewhere, once."""
-    job = live[0]
-    if any(j.state is not JobState.PENDING or j.after or j.reason in _NOT_YET for j in live):
-        if job.state is JobState.PENDING and job.reason and not job.after:
-            draft.waiting.append(f"{seen.link.anchor}: {_describe_pending(job)}")
+    """Say what live jobs wait for; send those that have waited too long elsewhere, once."""
+    own = _jobs_of_shards(live, seen)
+    waiting = [job for job in own if job.state is JobState.PENDING and not job.after]
+    if not waiting:
         return
-    waited_s = min(job.age_s, job.age_s if seen.ready_s is None else seen.ready_s)
-    limits = [after_s for kind, after_s in spec.fallbacks if kind in seen.link.kinds]
-    if not limits or _went_elsewhere(seen) or waited_s < min(limits):
-        draft.waiting.append(f"{seen.link.anchor}: {_describe_pending(job)}")
+    limits = [after_s for kind, after_s in spec.fallbacks if kind in _kinds_of(seen.link)]
+    late = [
+        job
+        for job in waiting
+        if limits
+        and job.reason not in _NOT_YET
+        and min(job.age_s, job.age_s if seen.ready_s is None else seen.ready_s) >= min(limits)
+        and not _went_elsewhere(_only(seen, job))
+    ]
+    if not late:
+        if waiting[0].reason:
+            draft.waiting.append(f"{seen.link}: {_describe_pending(waiting[0])}")
         return
-    ids = tuple(sorted(job.job_id for job in live))
-    draft.waiting.append(f"{seen.link.anchor}: waited {waited_s:.0f} s; goes to its fallback")
+    _send_elsewhere(seen, live, late, draft)
+
+
+def _send_elsewhere(
+    seen: LinkView, live: list[QueuedJob], late: list[QueuedJob], draft: _Draft
+) -> None:
+    """Submit what waits too long again, to its fallback, and cancel the jobs that waited."""
+    waited_s = max(job.age_s for job in late)
+    draft.waiting.append(f"{seen.link}: waited {waited_s:.0f} s; goes to its fallback")
+    tasks = {job.task for job in late}
+    shards = tuple(s for s in seen.missing_shards if None in tasks or s in tasks)
     number = seen.intents[-1][0].number + 1
-    draft.actions.append(Submit(seen.link, number, (), seen.missing_shards, fallback=True))
+    draft.actions.append(Submit(seen.link, number, (), shards, fallback=True))
     # Those that wait for it are to wait for the new one, before its end would wake them.
+    ids = tuple(sorted(job.job_id for job in late))
     draft.last.append(Cancel(ids, "waited too long; goes to its fallback", seen.link))
-    draft.leaving |= {job.base_id for job in live}
-    draft.have[seen.link] = seen.link
+    stay = dict.fromkeys(job.base_id for job in live if job not in late)
+    draft.leaving |= {job.base_id for job in late} - set(stay)
+    draft.have[seen.link] = (*stay, seen.link)
+
+
+def _kinds_of(link: Link) -> set[str]:
+    return {*link.kinds, link.job_kind}
+
+
+def _only(seen: LinkView, job: QueuedJob) -> LinkView:
+    """What one job of a link stands for."""
+    slots = (s for s in seen.slots if job.task is None or s.shard == job.task)
+    return dataclasses.replace(seen, slots=tuple(slots))
 
 
 def _describe_pending(job: QueuedJob) -> str:
@@ -211,26 +270,31 @@ def _describe_pending(job: QueuedJob) -> str:
     return f"job {job.base_id} is pending" + (f" ({why})" if why else "")
 
 
-def _has_ended(intent: Intent, view: View) -> bool:
+def _has_ended(intent: Intent, seen: LinkView, view: View) -> bool:
     """The queue still knows the job, and knows that it is over: no need to wait longer."""
-    jobs = [job for job in view.queue or () if job.token == intent.token]
+    jobs = _jobs_of_shards((j for j in view.queue or () if j.token == intent.token), seen)
     return bool(jobs) and all(job.state is JobState.ENDED or view.is_own(job) for job in jobs)
 
 
 def _plan_dependency(view: View, live: list[QueuedJob], parents: list[Link], draft: _Draft) -> None:
-    """Re-point a pending job that waits for a stranger, or free it if its parents have committed.
+    """Re-point a pending job that waits for a stranger or for a part of a stage alone, or free it
+    if its parents have committed.
 
     A reissued id makes a job wait for somebody else's, for ever at worst. Waiting for the job
     that looks is fine: it is about to end.
     """
-    ids = tuple(at for link in parents if (at := draft.have.get(link)) is not None)
-    are_new = any(isinstance(at, Link) for at in ids)
-    if are_new and not any(draft.leaving & set(job.after) for job in live):
-        return  # its parent is being submitted: a dependency on a dead job wakes it, and it seeks
+    ids = draft.jobs_of(parents)
     own = {job.base_id for job in view.queue or () if view.is_own(job)}
     fine = (own - draft.leaving) | set(ids)
+    stages = [set(draft.jobs_of([p for p in parents if p.anchor == q.anchor])) for q in parents]
     for base_id, job in {job.base_id: job for job in live}.items():
-        if job.state is JobState.PENDING and not fine.issuperset(job.after):
+        after = set(job.after)
+        is_split = any(after & jobs and not jobs <= after for jobs in stages)
+        are_new = any(isinstance(at, Link) for at in ids)
+        if are_new and not is_split and not draft.leaving & after:
+            # Its parent is being submitted: a dependency on a dead job wakes it, and it seeks.
+            continue
+        if job.state is JobState.PENDING and (is_split or not fine.issuperset(after)):
             draft.actions.append(Repoint(base_id, ids))
 
 
@@ -267,35 +331,6 @@ def _is_behind(name: str, view: View) -> bool:
     return iteration <= view.links[-1].link.iteration
 
 
-def _plan_ticks(spec: Spec, view: View, draft: _Draft) -> bool:
-    """Submit a tick if one is missing; whether another still is, once the spacing allows it."""
-    if view.queue is None or _submit_room(spec, view) <= 0:
-        return False
-    held = tuple(
-        job.job_id
-        for job in view.queue
-        if is_tick(job.name) and job.state is JobState.HELD and not view.is_own(job)
-    )
-    if held:
-        draft.actions.append(Cancel(held, "a held tick never wakes"))
-    ticks = [job for job in view.queue if is_tick(job.name) and job.state is JobState.PENDING]
-    if len(ticks) >= TICKS_WANTED:
-        return False
-    if ticks and min(job.age_s for job in ticks) <= TICK_SPACING_S:
-        return True
-    draft.actions.append(SubmitTick(spec.tick_s * (1 + len(ticks))))
-    return len(ticks) + 1 < TICKS_WANTED
-
-
-def _missing_ticks(spec: Spec, view: View) -> int:
-    """Places in the queue that links ahead of the first one must leave to ticks."""
-    if not spec.ticks:
-        return 0
-    jobs = view.queue or ()
-    pending = sum(is_tick(job.name) and job.state is JobState.PENDING for job in jobs)
-    return max(0, TICKS_WANTED - pending)
-
-
 def _most_evals(spec: Spec, view: View) -> int:
     """How many evaluations may have jobs at once; those that are submitted ahead run one after the
     other. Where places are few they leave the chain enough to have one link running and the next
@@ -303,7 +338,10 @@ def _most_evals(spec: Spec, view: View) -> int:
     most = len(view.evals) if spec.is_ahead else MAX_EVALS
     if spec.max_submit_jobs is None:
         return most
-    tasks = max((len(seen.slots) for seen in view.links), default=0)
+    sizes: Counter[StageRef] = Counter()
+    for seen in view.links:
+        sizes[seen.link.anchor] += len(seen.slots)
+    tasks = max(sizes.values(), default=0)
     ticks = TICKS_WANTED if spec.ticks else 0
     return max(0, min(most, spec.max_submit_jobs - ticks - 2 * tasks))
 
@@ -321,11 +359,6 @@ def _cancel_pending(view: View, why: str) -> tuple[Cancel, ...]:
     waiting = (JobState.PENDING, JobState.HELD)
     jobs = [job for job in view.queue or () if job.state in waiting and not view.is_own(job)]
     return (Cancel(tuple(sorted(job.job_id for job in jobs)), why),) if jobs else ()
-
-
-def is_tick(name: str) -> bool:
-    """Whether a job name is a tick's: `<run>.tick.<token>`."""
-    return name.split(".")[-2:-1] == ["tick"]
 
 
 def _iteration_in(name: str) -> int | None:

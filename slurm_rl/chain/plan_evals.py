@@ -1,7 +1,8 @@
 """Planning of evaluations: when one is given up, and where its job stands among the others'. Pure.
 
-None ever holds up the chain. Where one machine does all in turn the chain lets those of its weights
-go first, if they can be submitted.
+None holds up the chain, but where one machine does all in turn: there it lets those of its weights
+go first, if they can be submitted. Behind the chain they would come when all is over, and every
+version's weights would have to be kept until then.
 """
 
 from __future__ import annotations

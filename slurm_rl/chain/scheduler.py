@@ -95,10 +95,11 @@ class WallTime:
 
 @dataclass(frozen=True, slots=True)
 class LinkRequest:
-    """A job to submit. The scheduler knows what a stage of each kind needs.
+    """A job to submit. The scheduler knows what a job of each kind needs.
 
     name:    `<run>.i0012.rollout.<token>`, or `<run>.tick.<token>`.
     stages:  what the job is for; empty for a tick.
+    pool:    of the stage's shards; empty where there are none.
     command: arguments of the supervisor.
     after:   ids of the jobs whose ends wake it (whatever those ends are).
     exclude: nodes, or lists of nodes, to stay away from.
@@ -109,6 +110,7 @@ class LinkRequest:
     name: str
     command: tuple[str, ...]
     stages: tuple[StageRef, ...] = ()
+    pool: str = ""
     shards: tuple[int, ...] = ()
     after: tuple[str, ...] = ()
     begin_s: float | None = None
@@ -116,6 +118,15 @@ class LinkRequest:
     exclude: tuple[str, ...] = ()
     fallback: bool = False
     wall: WallTime | None = None
+
+    @property
+    def job_kind(self) -> str:
+        """What it asks for is set under this name. The job of several stages takes the shape of
+        the last; they are checked to be the same."""
+        if not self.stages:
+            return "tick"
+        kind = self.stages[-1].kind
+        return f"{kind}-{self.pool}" if self.pool else kind
 
 
 class Scheduler(Protocol):

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slurm_rl.chain.graph import Graph
+from slurm_rl.chain.graph import Graph, Link
 from slurm_rl.chain.scheduler import JobState, QueuedJob
 from slurm_rl.chain.view import SlotView, Spec
 from slurm_rl.storage.claims import (
@@ -30,11 +30,14 @@ _WAITS = (JobState.PENDING, JobState.HELD)
 
 def slots_of(graph: Graph, control: Control, ref: StageRef) -> list[Slot]:
     """The slots in which the stage is worked on."""
-    num_shards = graph.node(ref.kind).num_shards
-    timeline = control.timeline_of(ref)
-    if num_shards == 1:
-        return [Slot(ref.iteration, ref.kind, timeline)]
-    return [Slot(ref.iteration, ref.kind, timeline, shard) for shard in range(num_shards)]
+    timeline, shards = control.timeline_of(ref), graph.node(ref.kind).shards
+    return [Slot(ref.iteration, ref.kind, timeline, shard) for shard in shards]
+
+
+def link_slots(graph: Graph, control: Control, link: Link) -> list[Slot]:
+    """The slots that a link's job is for: of a pool, its shards alone."""
+    found = [slot for ref in link.stages for slot in slots_of(graph, control, ref)]
+    return [slot for slot in found if link.pool in ("", graph.pool_of(slot))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ def read_iteration(
     """GPU seconds of the attempts of one iteration."""
     gpus = dict(spec.gpus)
     return sum(
-        gpus.get(node.kind, 0) * read_elapsed(run, slot, claim)
+        gpus.get(graph.job_kind(slot), 0) * read_elapsed(run, slot, claim)
         for node in graph.stages(iteration)
         for slot in slots_of(graph, control, StageRef(iteration, node.kind))
         for claim in read_claims(run, slot)

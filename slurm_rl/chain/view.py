@@ -23,8 +23,8 @@ MAX_EVALS = 4
 class Spec:
     """What planning needs of the settings.
 
-    fallbacks: (kind, seconds) after which a stage's job that waits goes elsewhere.
-    gpus:      (kind, GPUs of its job), for `gpu_hours`.
+    fallbacks: (kind of job, seconds) after which one that waits goes elsewhere.
+    gpus:      (kind of job, GPUs of it), for `gpu_hours`.
     until:     seconds since the epoch after which nothing new starts.
     submits:   whether jobs submit jobs; else only people and cron do, from the login node.
     poll_s:    how soon a service that was down is asked again.
@@ -59,7 +59,7 @@ class Spec:
 
     def num_gpus(self, link: Link) -> int:
         """GPUs that the job of a link holds."""
-        return dict(self.gpus).get(link.kinds[-1], 0)
+        return dict(self.gpus).get(link.job_kind, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,8 +54,10 @@ def forgive(opened: OpenRun) -> None:
     control = read_control(opened.run)
     head = find_head(opened.run, chain.graph, control)
     forgiven: dict[str, int] = {}
-    for link in itertools.islice(chain.graph.links_from(head), chain.spec.window):
-        forgiven |= count_submissions(opened, control, link)
+    stages = itertools.groupby(chain.graph.links_from(head), key=lambda link: link.anchor)
+    for _, links in itertools.islice(stages, chain.spec.window):
+        for link in links:
+            forgiven |= count_submissions(opened, control, link)
     for iteration in range(head, min(head + 2, chain.graph.num_iterations)):
         for node in chain.graph.stages(iteration):
             forgiven |= count_attempts(opened, control, StageRef(iteration, node.kind))
@@ -66,7 +68,7 @@ def forgive(opened: OpenRun) -> None:
 def count_submissions(opened: OpenRun, control: Control, link: Link) -> dict[str, int]:
     """The submissions of a link so far, as a budget forgives them."""
     intents = read_intents(opened.run, link_folder(opened.run, control, link))
-    return {str(link.anchor): intents[-1].number} if intents else {}
+    return {str(link): intents[-1].number} if intents else {}
 
 
 def count_attempts(opened: OpenRun, control: Control, ref: StageRef) -> dict[str, int]:

@@ -16,13 +16,13 @@ from slurm_rl.chain.evals import Evals, read_evals
 from slurm_rl.chain.observe import find_head, read_current
 from slurm_rl.chain.outages import describe_outage
 from slurm_rl.chain.view import View
-from slurm_rl.cli.runs import find_own_run, find_run
+from slurm_rl.cli.runs import check_iteration, find_own_run, find_run
 from slurm_rl.cli.submit import report
 from slurm_rl.cli.terminal import say
 from slurm_rl.config.derive import eval_kinds
 from slurm_rl.config.problems import nearest
 from slurm_rl.config.schema import EVAL_PREFIX
-from slurm_rl.errors import ConfigError, NoRunError, NothingDone, PrunedError
+from slurm_rl.errors import ConfigError, NothingDone, PrunedError
 from slurm_rl.launch.build import OpenRun
 from slurm_rl.launch.here import run_here
 from slurm_rl.storage.commits import has_commit
@@ -240,9 +240,7 @@ def _choose_kinds(opened: OpenRun, names: list[str]) -> list[str]:
 
 
 def _check_weights(opened: OpenRun, evals: Evals, version: int) -> None:
-    last = opened.chain.graph.num_iterations
-    if not 0 <= version <= last:
-        raise NoRunError(f"version {version} is not one of 0 to {last}")
+    check_iteration(opened.chain.graph, version, of="version")
     if version > evals.newest:
         raise NothingDone(
             f"{opened.run.root}: version {version} of the weights is not there yet",

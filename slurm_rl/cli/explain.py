@@ -7,7 +7,8 @@ from pathlib import Path
 
 from slurm_rl.chain.advance import look
 from slurm_rl.chain.outages import deferred_for, describe_outage
-from slurm_rl.chain.plan import is_tick, plan
+from slurm_rl.chain.plan import plan
+from slurm_rl.chain.plan_ticks import is_tick
 from slurm_rl.chain.scheduler import JobState, QueuedJob
 from slurm_rl.chain.view import LinkView, View
 from slurm_rl.cli.runs import find_run
@@ -115,7 +116,7 @@ def _explain_link(seen: LinkView, view: View) -> list[str]:
     tokens = {intent.token for intent, _ in seen.intents}
     for job in view.queue or ():
         if job.token in tokens and job.state is not JobState.ENDED:
-            lines.append(f"{seen.link.anchor}: job {job.job_id} {describe_job(job)}")
+            lines.append(f"{seen.link}: job {job.job_id} {describe_job(job)}")
     return lines
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from slurm_rl.chain.gc import Report, collect
 from slurm_rl.chain.observe import read_current
-from slurm_rl.cli.runs import find_run
+from slurm_rl.cli.runs import check_iteration, find_run
 from slurm_rl.cli.terminal import format_bytes, format_seconds, say
-from slurm_rl.cli.verify import check_iteration
 from slurm_rl.errors import NothingDone, StorageError
 from slurm_rl.launch.build import OpenRun
 from slurm_rl.storage.control import read_control

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 from slurm_rl.chain.observe import find_head
@@ -75,6 +76,7 @@ def find_logs(opened: OpenRun, iteration: int | None, stage: str | None) -> list
                 if claim is not None:
                     found += sorted(attempt_dir(opened.run, slot, claim).glob("*.log"))
             if found:
-                jobs = sorted(opened.run.logs_dir(i).glob(f"{kind}.*"))
-                return [*jobs[-1:], *found]
+                labels = {link.label for link in graph.links_of(StageRef(i, kind))}
+                jobs = [sorted(opened.run.logs_dir(i).glob(f"{label}.*"))[-1:] for label in labels]
+                return [*itertools.chain(*jobs), *found]
     return []

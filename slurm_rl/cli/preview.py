@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 from slurm_rl.chain.advance import render_link, render_tick
@@ -9,6 +10,7 @@ from slurm_rl.chain.graph import Graph, Link, build_graph
 from slurm_rl.chain.observe import link_folder
 from slurm_rl.chain.plan import plan
 from slurm_rl.chain.scheduler import LinkRequest
+from slurm_rl.chain.slots import link_slots
 from slurm_rl.chain.view import LinkView, SlotView, Submit, SubmitTick, View
 from slurm_rl.cli.terminal import format_bytes, say
 from slurm_rl.config.derive import num_ranks, stage_slurm
@@ -42,6 +44,9 @@ def _show_graph(graph: Graph, num_iterations: int) -> None:
             parents = graph.parents(StageRef(iteration, node.kind))
             shown = ", ".join(f"{role}: {ref}" for role, ref in parents.items()) or "nothing"
             shards = f" x {node.num_shards} shards" if node.num_shards > 1 else ""
+            if node.pools:
+                pools = ", ".join(f"{len(part)} {name}" for name, part in node.pools)
+                shards += f" ({pools})"
             say(f"  i{iteration:04d}.{node.kind}{shards} <- {shown}")
     for rule in graph.evals:
         every = f"version {rule.interval}, {2 * rule.interval}, …, " if rule.interval else ""
@@ -52,17 +57,16 @@ def _show_graph(graph: Graph, num_iterations: int) -> None:
 def _show_first_jobs(settings: Settings, graph: Graph) -> None:
     spec, run = make_spec(settings, _TOKEN[:6]), RunDir(settings.run_dir)
     links: list[LinkView] = []
-    for link in graph.links_from(0):
-        if len(links) == spec.window:
-            break
-        links.append(_untouched(graph, link))
+    stages = itertools.groupby(graph.links_from(0), key=lambda link: link.anchor)
+    for _, of_stage in itertools.islice(stages, spec.window):
+        links += (_untouched(graph, link) for link in of_stage)
     planned = plan(spec, View(Control(), tuple(links), queue=()))
     say("\nfirst jobs:")
     for action in planned.actions:
         if isinstance(action, SubmitTick):
             say(f"  {settings.run.name}.tick.<token>  begins in {action.begin_s:.0f} s")
         elif isinstance(action, Submit):
-            parents = [str(at.anchor) for at in action.after if isinstance(at, Link)]
+            parents = [str(at) for at in action.after if isinstance(at, Link)]
             after = f"  after {', '.join(parents)}" if parents else ""
             say(f"  {action.link.job_name(settings.run.name, '<token>')}{after}")
     if settings.launcher == "slurm":
@@ -79,11 +83,7 @@ def _show_first_jobs(settings: Settings, graph: Graph) -> None:
 
 
 def _untouched(graph: Graph, link: Link) -> LinkView:
-    slots = []
-    for ref in link.stages:
-        num_shards = graph.node(ref.kind).num_shards
-        shards = [None] if num_shards == 1 else list(range(num_shards))
-        slots += [SlotView(str(ref), shard) for shard in shards]
+    slots = [SlotView(str(s.stage), s.shard) for s in link_slots(graph, Control(), link)]
     return LinkView(link, (), tuple(slots), waits_for=graph.link_parents(link))
 
 

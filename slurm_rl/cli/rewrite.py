@@ -16,10 +16,9 @@ from slurm_rl.chain.slots import is_at_work, slots_of
 from slurm_rl.chain.usage import read_total, read_usage
 from slurm_rl.cli.control import count_attempts, count_submissions, stop_jobs
 from slurm_rl.cli.eval import want
-from slurm_rl.cli.runs import find_own_run
+from slurm_rl.cli.runs import check_iteration, find_own_run
 from slurm_rl.cli.submit import report
 from slurm_rl.cli.terminal import say
-from slurm_rl.cli.verify import check_iteration
 from slurm_rl.errors import NoRunError, NothingDone, StorageError
 from slurm_rl.launch.build import OpenRun
 from slurm_rl.storage.claims import read_claims
@@ -78,7 +77,8 @@ def retry_stage(path: Path, *, iteration: int, stage: str) -> None:
         if is_at_work(opened.run, slot, queue):
             raise NothingDone(f"{opened.run.root}: {slot} is at work", hint="let it end, or cancel")
     forgiven = count_attempts(opened, control, ref)
-    forgiven |= count_submissions(opened, control, graph.link_of(ref))
+    for link in graph.links_of(ref):
+        forgiven |= count_submissions(opened, control, link)
     if not forgiven:
         raise NothingDone(f"{opened.run.root}: {ref} was not tried yet")
     write_budget(opened.run, forgiven)
@@ -100,7 +100,8 @@ def _retry_eval(opened: OpenRun, ref: StageRef) -> None:
         )
     want(opened, [ref])
     forgiven = count_attempts(opened, control, ref)
-    forgiven |= count_submissions(opened, control, opened.chain.graph.link_of(ref))
+    for link in opened.chain.graph.links_of(ref):
+        forgiven |= count_submissions(opened, control, link)
     if forgiven:
         write_budget(opened.run, forgiven)
     say(f"{opened.run.root}: {ref} has all its attempts again")

@@ -1,9 +1,11 @@
-"""Finding the run that a person means."""
+"""Finding the run that a person means, and checking the iteration of it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
+from slurm_rl.chain.graph import Graph
 from slurm_rl.errors import NoRunError
 from slurm_rl.launch.build import OpenRun, open_run
 from slurm_rl.storage.control import read_control
@@ -45,3 +47,13 @@ def _find_run(path: Path) -> OpenRun:
     if path.exists() and not path.is_dir():
         raise NoRunError(f"{path}: is a file", hint="give the run's directory, or its .yaml")
     return open_run(path)
+
+
+def check_iteration(
+    graph: Graph, number: int | None, *, of: Literal["iteration", "version"] = "iteration"
+) -> None:
+    """Raises NoRunError for an iteration, or a version of the weights, that the run will never
+    have. Version 0 is what it starts from: there is one more of them. None is any."""
+    last = graph.num_iterations - (of == "iteration")
+    if number is not None and not 0 <= number <= last:
+        raise NoRunError(f"{of} {number} is not one of 0 to {last}")

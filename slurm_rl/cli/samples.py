@@ -13,11 +13,11 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from slurm_rl.chain.graph import Graph
 from slurm_rl.chain.observe import find_head, read_current
-from slurm_rl.cli.runs import find_run
+from slurm_rl.cli.runs import check_iteration, find_run
 from slurm_rl.cli.terminal import say
 from slurm_rl.errors import ConfigError, CorruptError, NoRunError, NothingDone, PrunedError
 from slurm_rl.launch.build import OpenRun
@@ -136,10 +136,9 @@ def find_samples(
 ) -> tuple[StageRef, Input]:
     """The committed stage whose samples are meant: of this iteration, or the newest."""
     run, graph = opened.run, opened.chain.graph
-    last = _last_iteration(graph, stage)
-    if iteration is not None and not 0 <= iteration <= last:
-        raise NoRunError(f"iteration {iteration} is not one of 0 to {last}")
-    newest = min(find_head(run, graph, control) + 1, last)
+    of = _numbers_of(graph, stage)
+    check_iteration(graph, iteration, of=of)
+    newest = min(find_head(run, graph, control) + 1, graph.num_iterations - (of == "iteration"))
     for i in [iteration] if iteration is not None else range(newest, -1, -1):
         ref = StageRef(i, stage)
         commit = read_current(run, graph, control, ref)
@@ -155,13 +154,13 @@ def find_samples(
     raise NothingDone(f"{run.root}: no samples of {stage}{where} are committed yet")
 
 
-def _last_iteration(graph: Graph, stage: str) -> int:
-    """Of a stage that makes samples; an evaluation is named by the version of its weights."""
+def _numbers_of(graph: Graph, stage: str) -> Literal["iteration", "version"]:
+    """What number a stage that makes samples has: an evaluation the version of its weights."""
     evals = [rule.kind for rule in graph.evals]
     if stage not in ("rollout", *evals):
         known = ", ".join(["rollout", *evals])
         raise NoRunError(f"no samples are made by a stage {stage!r}; they are by {known}")
-    return graph.num_iterations - (stage not in evals)
+    return "version" if stage in evals else "iteration"
 
 
 def _files(source: Input) -> list[str]:

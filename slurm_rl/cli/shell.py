@@ -9,9 +9,8 @@ from pathlib import Path
 import typer
 
 from slurm_rl.chain.observe import find_head
-from slurm_rl.cli.runs import find_run
+from slurm_rl.cli.runs import check_iteration, find_run
 from slurm_rl.cli.terminal import say
-from slurm_rl.cli.verify import check_iteration
 from slurm_rl.errors import NoRunError, StorageError
 from slurm_rl.launch.build import OpenRun
 from slurm_rl.launch.doctor_folder import SHELL, work_folder
@@ -84,14 +83,12 @@ def _find_eval(
     opened: OpenRun, control: Control, version: int | None, stage: str, shard: int
 ) -> StageRef:
     graph = opened.chain.graph
+    check_iteration(graph, version, of="version")
     if version is None:
         version = min(find_head(opened.run, graph, control), graph.num_iterations)
-    ref = StageRef(version, stage)
-    if not graph.has_eval(ref):
-        raise NoRunError(f"version {version} is not one of 0 to {graph.num_iterations}")
     if shard != 0:
         raise NoRunError(f"{stage} has 1 shard, and no {shard}")
-    return ref
+    return StageRef(version, stage)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,8 @@ from typing import Any
 from slurm_rl.chain.advance import look
 from slurm_rl.chain.evals import read_evals
 from slurm_rl.chain.observe import find_head, read_current
-from slurm_rl.chain.plan import is_tick, plan
+from slurm_rl.chain.plan import plan
+from slurm_rl.chain.plan_ticks import is_tick
 from slurm_rl.chain.scheduler import JobState
 from slurm_rl.chain.view import View
 from slurm_rl.cli.eval import newest_results, read_metrics
@@ -71,7 +72,7 @@ def collect_status(opened: OpenRun, view: View) -> dict[str, Any]:
         for job in view.queue or ()
         if job.state is not JobState.ENDED
     ]
-    open_links = [str(link.link.anchor) for link in view.all_links if not link.is_done]
+    open_links = [str(link.link) for link in view.all_links if not link.is_done]
     stage = next(iter(open_links), "complete")
     return {
         "run": str(opened.run.root),

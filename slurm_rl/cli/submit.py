@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 from slurm_rl import __version__
 from slurm_rl.chain.advance import Outcome, advance
 from slurm_rl.chain.view import HaltRun
+from slurm_rl.cli.same_run import check_same, has_begun, is_same
 from slurm_rl.cli.terminal import say
 from slurm_rl.config.load import LoadedConfig, load_config
 from slurm_rl.config.preflight import check_files
 from slurm_rl.config.problems import raise_problems
-from slurm_rl.config.schema import Settings
-from slurm_rl.errors import ConfigError, Halted, NothingDone
+from slurm_rl.errors import Halted, NothingDone
 from slurm_rl.launch.build import OpenRun, open_run
-from slurm_rl.launch.stage_settings import parse_settings
 from slurm_rl.launch.wall_times import check_wall_times
 from slurm_rl.storage.control import read_control
 from slurm_rl.storage.owner import (
@@ -30,7 +28,7 @@ from slurm_rl.storage.rundir import (
     RunIdentity,
     create_run,
     new_run_id,
-    read_identity,
+    unmake_run,
     write_copies,
 )
 from slurm_rl.storage.snapshot import snapshot_code
@@ -83,54 +81,41 @@ def report(opened: OpenRun, outcome: Outcome) -> None:
 
 
 def make_run(loaded: LoadedConfig) -> tuple[OpenRun, bool]:
-    """The run of a configuration, made if it is not there. Raises ConfigError if it differs."""
+    """The run of a configuration, made if it is not there, or is there and has never begun.
+
+    Raises ConfigError if it has begun with other settings.
+    """
+    run = RunDir(loaded.settings.run_dir.absolute())
+    if (run.root / "run.json").exists():
+        opened = open_run(run.root)
+        if is_same(loaded, opened) or has_begun(opened):
+            check_same(loaded, opened)
+            if not run.settings_path.exists():
+                write_copies(run, opened.identity)
+            return opened, False
+        say(f"{run.root}: no job of it was ever accepted; it is made anew")
+        unmake_run(run)
+    is_new = _create(loaded, run)
+    opened = open_run(run.root)
+    if not is_new:
+        check_same(loaded, opened)
+    return opened, is_new
+
+
+def _create(loaded: LoadedConfig, run: RunDir) -> bool:
     settings = loaded.settings
-    run = RunDir(settings.run_dir.absolute())
-    if not (run.root / "run.json").exists():
-        run.fs.mkdir(run.root)  # and what is missing above it, for whoever may
-        share_with_group(settings.run.group)
-        hand_to_group(run, settings.run.group)
-        identity = RunIdentity(
-            run_id=new_run_id(),
-            name=settings.run.name,
-            created=time.time(),
-            owner=current_user(),
-            code_version=__version__,
-            settings=settings.model_dump(mode="json"),
-            config_text=loaded.text,
-            site_text=loaded.site_text,
-            code_digest=snapshot_code(run, [Path(path) for path in settings.code]),
-        )
-        if create_run(run, identity):
-            return open_run(run.root), True
-    found = read_identity(run)
-    _check_same(loaded, parse_settings(found, read_control(run)))
-    if not run.settings_path.exists():
-        write_copies(run, found)
-    return open_run(run.root), False
-
-
-def _check_same(loaded: LoadedConfig, found: Settings) -> None:
-    """A second submit into a run must mean the same run."""
-    wanted = loaded.settings.model_dump(mode="json")
-    changes = _differences(found.model_dump(mode="json"), wanted)
-    if changes:
-        shown = "; ".join(changes[:4]) + ("; …" if len(changes) > 4 else "")
-        raise ConfigError(
-            f"{loaded.path}: the run {loaded.settings.run_dir} exists with other settings: {shown}",
-            hint="choose another run.name, change the run with `slurm-rl set`, or continue it as it"
-            " is with `slurm-rl resume`",
-        )
-
-
-def _differences(old: Any, new: Any, where: str = "") -> list[str]:
-    if isinstance(old, dict) and isinstance(new, dict):
-        names = sorted({*old, *new})
-        return [
-            line
-            for name in names
-            for line in _differences(
-                old.get(name), new.get(name), f"{where}.{name}" if where else name
-            )
-        ]
-    return [] if old == new else [f"{where} was {old!r}, now {new!r}"]
+    run.fs.mkdir(run.root)  # and what is missing above it, for whoever may
+    share_with_group(settings.run.group)
+    hand_to_group(run, settings.run.group)
+    identity = RunIdentity(
+        run_id=new_run_id(),
+        name=settings.run.name,
+        created=time.time(),
+        owner=current_user(),
+        code_version=__version__,
+        settings=settings.model_dump(mode="json"),
+        config_text=loaded.text,
+        site_text=loaded.site_text,
+        code_digest=snapshot_code(run, [Path(path) for path in settings.code]),
+    )
+    return create_run(run, identity)

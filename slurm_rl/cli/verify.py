@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from slurm_rl.chain.evals import read_evals
-from slurm_rl.chain.graph import Graph
 from slurm_rl.chain.observe import find_head, read_current
-from slurm_rl.cli.runs import find_run
+from slurm_rl.cli.runs import check_iteration, find_run
 from slurm_rl.cli.terminal import format_bytes, say
 from slurm_rl.errors import CorruptError, NoRunError, NothingDone, PrunedError
 from slurm_rl.launch.build import OpenRun
@@ -25,7 +25,9 @@ def verify_run(path: Path, *, iteration: int | None) -> None:
     """Re-read every committed file, and write none. Raises CorruptError naming all damage."""
     opened = find_run(path)
     control = read_control(opened.run)
-    check_iteration(opened.chain.graph, iteration)
+    # What is evaluated of the last weights has their number.
+    of: Literal["iteration", "version"] = "version" if opened.chain.graph.evals else "iteration"
+    check_iteration(opened.chain.graph, iteration, of=of)
     iterations = [iteration] if iteration is not None else range(_last_iteration(opened) + 1)
     damage: list[str] = []
     num_commits = size_bytes = num_pruned = 0
@@ -59,13 +61,6 @@ def _stages_of(opened: OpenRun, control: Control, iteration: int) -> list[StageR
     stages = [StageRef(iteration, node.kind) for node in graph.stages(iteration) if is_one]
     evals = read_evals(opened.run, graph, control, head=iteration)
     return [*stages, *evals.wanted(iteration, iteration)]
-
-
-def check_iteration(graph: Graph, iteration: int | None) -> None:
-    """Raises NoRunError for an iteration that the run will never have."""
-    if iteration is not None and not 0 <= iteration < graph.num_iterations:
-        last = graph.num_iterations - 1
-        raise NoRunError(f"iteration {iteration} is not one of 0 to {last}")
 
 
 def _verify_stage(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -20,7 +21,10 @@ FIXED = (
     "chain.pack",
     "chain.lag",
     "rollout.shards",
+    "rollout.pools",
 )
+#: What a pool may ask of Slurm for can change; which shards it has cannot.
+_POOL_OPTION = re.compile(r"rollout\.pools\.[^.]+\.(?!shards\b).+")
 
 
 def apply_changes(settings: Mapping[str, Any], changes: Iterable[Mapping[str, Any]]) -> Any:
@@ -46,7 +50,7 @@ def check_changes(paths: Iterable[str], *, before: Mapping[str, Any]) -> None:
     """ConfigError for a setting that a run cannot change."""
     for path in paths:
         fixed = next((name for name in FIXED if f"{path}.".startswith(f"{name}.")), None)
-        if fixed is not None:
+        if fixed is not None and not _POOL_OPTION.fullmatch(path):
             value = _find(before, path)
             raise ConfigError(
                 f"{path} = {value!r} is fixed when a run is made",

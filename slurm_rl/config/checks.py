@@ -51,6 +51,8 @@ def check_settings(settings: Settings) -> list[Problem]:
 def check_passthrough(settings: Settings) -> Problems:
     yield from check_megatron(settings.train.megatron)
     yield from check_sglang(settings.rollout.sglang)
+    for name, pool in settings.rollout.pools.items():
+        yield from check_sglang(pool.sglang, ("rollout", "pools", name, "sglang"))
     if settings.score.server is not None:
         yield from check_score_sglang(settings.score.server.sglang)
 

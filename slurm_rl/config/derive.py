@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from slurm_rl.config.rollout_schema import DataSet, Overrides
-from slurm_rl.config.schema import EVAL_PREFIX, Settings
+from slurm_rl.config.schema import EVAL_PREFIX, POOL_PREFIX, Settings
 from slurm_rl.config.sections import Container, Fallback, Slurm
 from slurm_rl.storage.digest import digest_value
 
@@ -54,6 +54,7 @@ _SCORE_SHAPE: dict[str, Any] = {"nodes": 1, "ntasks_per_node": 1}
 _NOT_SHAPING = {"slurm", "container", "python", "env", "deadline_s"}
 _NOT_SHAPING_ROLLOUT = _NOT_SHAPING | {
     "shards",
+    "pools",
     "array_throttle",
     "prompt_data",  # the cursor carries the data's own fingerprint
     "data_options",
@@ -61,6 +62,7 @@ _NOT_SHAPING_ROLLOUT = _NOT_SHAPING | {
     "replicas",
     "engine_nodes",
     "reward_timeout_s",
+    "generate_timeout_s",
     "reward_retries",
     "reward_workers",
     "rm_url",
@@ -97,14 +99,17 @@ def eval_kinds(settings: Settings) -> tuple[str, ...]:
 
 
 def section_of(kind: str) -> tuple[str, ...]:
-    """Where the configuration has a stage's own settings: `("eval", "aime")` for `eval-aime`."""
+    """Where the configuration has a stage's own settings: `("eval", "aime")` for `eval-aime`,
+    `("rollout", "pools", "spot")` for the jobs `rollout-spot`."""
     if kind.startswith(EVAL_PREFIX):
         return "eval", kind.removeprefix(EVAL_PREFIX)
+    if kind.startswith(POOL_PREFIX):
+        return "rollout", "pools", kind.removeprefix(POOL_PREFIX)
     return (kind,)
 
 
 def stage_kinds(settings: Settings) -> tuple[str, ...]:
-    """The kinds of jobs that the run has: its stages in turn, its evaluations, ticks."""
+    """The kinds of stages that the run has: those of the chain in turn, evaluations, ticks."""
     stages = ("init", "rollout", "score", "train") if needs_score(settings) else _PLAIN
     return (*stages, *eval_kinds(settings), "tick")
 
@@ -112,7 +117,7 @@ def stage_kinds(settings: Settings) -> tuple[str, ...]:
 def is_like_rollout(kind: str) -> bool:
     """Whether what a stage does not set for its job is as the rollout has it: it does what a
     rollout does, or needs the same libraries."""
-    return kind == "score" or kind.startswith(EVAL_PREFIX)
+    return kind == "score" or kind.startswith((EVAL_PREFIX, POOL_PREFIX))
 
 
 def _is_light(settings: Settings, kind: str) -> bool:
@@ -122,7 +127,11 @@ def _is_light(settings: Settings, kind: str) -> bool:
 
 def slurm_sections(settings: Settings, kind: str) -> list[tuple[tuple[str, ...], Slurm]]:
     """Where a stage's job options come from, with their places: the first to set one wins."""
-    sections = [((*section_of(kind), "slurm"), settings.stage(kind).slurm)]
+    if kind.startswith(POOL_PREFIX):
+        own = settings.rollout.pools[kind.removeprefix(POOL_PREFIX)].slurm
+    else:
+        own = settings.stage(kind).slurm
+    sections = [((*section_of(kind), "slurm"), own)]
     if is_like_rollout(kind) and not _is_light(settings, kind):
         sections.append((("rollout", "slurm"), settings.rollout.slurm))
     return [*sections, (("slurm",), settings.slurm)]
@@ -324,6 +333,9 @@ def shaping_settings(settings: Settings) -> dict[str, Any]:
     rollout = settings.rollout.model_dump(exclude=_NOT_SHAPING_ROLLOUT)
     rollout["sglang"] = _without_folders(rollout["sglang"])
     # What a data set sets for itself; its place and its rows have a digest of their own.
+    pools = {name: pool.sglang for name, pool in settings.rollout.pools.items() if pool.sglang}
+    if pools:  # as below: digests of runs without stay as they are
+        rollout["pools"] = _without_folders(pools)
     rollout["data_sets"] = [part.model_dump(exclude={"path"}) for part in data_sets(settings)]
     train = settings.train.model_dump(exclude=_NOT_SHAPING_TRAIN)
     train["megatron"] = _without_folders(train["megatron"])

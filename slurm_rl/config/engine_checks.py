@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slurm_rl.config.derive import gpu_count, stage_slurm
+from slurm_rl.config.pools import settings_of_pool
 from slurm_rl.config.problems import Path, Problem
 from slurm_rl.config.rollout_schema import Rollout
 from slurm_rl.config.schema import Settings
@@ -37,18 +38,37 @@ def check_engine(settings: Settings) -> Problems:
             if _is_set(settings.rollout, name):
                 rule = "has no effect with engine: embedded"
                 yield Problem(("rollout", name), rule, "take it out, or set engine: sglang")
+        yield from _check_embedded_pools(settings)
         return
     if _is_set(settings.rollout, "embedded_threads"):
         rule, fix = "has no effect with engine: sglang", "take it out, or set engine: embedded"
         yield Problem(("rollout", "embedded_threads"), rule, fix, settings.rollout.embedded_threads)
     yield from _check_determinism(settings)
+    if not settings.rollout.pools:
+        yield from _check_sizes(settings, ("rollout",))
+    for name in settings.rollout.pools:
+        yield from _check_sizes(settings_of_pool(settings, name), ("rollout", "pools", name))
+
+
+def _check_embedded_pools(settings: Settings) -> Problems:
+    for name, pool in settings.rollout.pools.items():
+        for key in ("replicas", "sglang"):
+            if getattr(pool, key):
+                rule = "has no effect with engine: embedded"
+                at = ("rollout", "pools", name, key)
+                yield Problem(at, rule, "take it out, or set engine: sglang")
+
+
+def _check_sizes(settings: Settings, at: Path) -> Problems:
+    """Whether the servers fit their jobs. at: of the rollout, or of the pool that `settings` are
+    of."""
     options = settings.rollout.sglang
     wrong = [name for name in _SIZES if options.get(name, 1) < 1]
     for name in wrong:
-        yield Problem(("rollout", "sglang", name), "must be at least 1", "raise it", options[name])
+        yield Problem((*at, "sglang", name), "must be at least 1", "raise it", options[name])
     if not wrong:
-        yield from _check_nodes(settings)
-        yield from _check_gpus(settings)
+        yield from _check_nodes(settings, at)
+        yield from _check_gpus(settings, at)
 
 
 def _check_determinism(settings: Settings) -> Problems:
@@ -60,6 +80,11 @@ def _check_determinism(settings: Settings) -> Problems:
             "must be true with deterministic: true",
             "add it, or set deterministic: false",
         )
+    for name, pool in settings.rollout.pools.items():
+        if settings.deterministic and pool.sglang:
+            rule = "cannot be with deterministic: true: samples must not depend on their shard"
+            fix = "set it for all in rollout.sglang, or set deterministic: false"
+            yield Problem(("rollout", "pools", name, "sglang"), rule, fix)
     if options.get("enable_deterministic_inference"):
         for path, value in _min_ps(settings):
             if value:  # an assertion there: the first such request ends SGLang 0.5.17
@@ -98,7 +123,7 @@ def _check_weights(settings: Settings) -> Problems:
         yield Problem(("rollout", "stage_weights_gb"), rule, fix, rollout.stage_weights_gb)
 
 
-def _check_nodes(settings: Settings) -> Problems:
+def _check_nodes(settings: Settings, at: Path) -> Problems:
     """Rules of a server that spans nodes; those about its layout are SGLang's own."""
     rollout = settings.rollout
     nodes, path = rollout.engine_nodes, ("rollout", "engine_nodes")
@@ -106,7 +131,7 @@ def _check_nodes(settings: Settings) -> Problems:
         return
     if rollout.replicas > 1:
         rule = f"is given beside engine_nodes = {nodes}: one server takes all the nodes"
-        yield Problem(("rollout", "replicas"), rule, "use shards instead", rollout.replicas)
+        yield Problem((*at, "replicas"), rule, "use shards instead", rollout.replicas)
     options = rollout.sglang
     size = options.get("tp_size", 1) * options.get("pp_size", 1)
     if size % nodes:
@@ -115,14 +140,15 @@ def _check_nodes(settings: Settings) -> Problems:
     if options.get("dp_size", 1) > 1 and not options.get("enable_dp_attention"):
         rule = f"cannot be with engine_nodes = {nodes}, unless enable_dp_attention is set"
         fix = "use shards or replicas for copies of the model"
-        yield Problem(("rollout", "sglang", "dp_size"), rule, fix, options["dp_size"])
+        yield Problem((*at, "sglang", "dp_size"), rule, fix, options["dp_size"])
     have = int(stage_slurm(settings, "rollout").get("nodes", 1))
     if settings.launcher == "slurm" and have != nodes:
         rule = f"is not the {have} node(s) of a rollout job"
-        yield Problem(path, rule, f"set rollout.slurm.nodes: {nodes}", nodes)
+        fix = f"set {'.'.join(map(str, at))}.slurm.nodes: {nodes}"
+        yield Problem(path, rule, fix, nodes)
 
 
-def _check_gpus(settings: Settings) -> Problems:
+def _check_gpus(settings: Settings, at: Path) -> Problems:
     rollout = settings.rollout
     gpus = gpu_count(stage_slurm(settings, "rollout").get("gpus_per_node"))
     if settings.launcher != "slurm" or not gpus:
@@ -130,11 +156,11 @@ def _check_gpus(settings: Settings) -> Problems:
     needed = gpus_per_server(rollout.sglang) // rollout.engine_nodes
     if needed > gpus:
         rule = f"needs {needed} GPUs (tp × pp × dp), but a node of the job has {gpus}"
-        yield Problem(("rollout", "sglang"), rule, "lower tp_size or dp_size, or ask for more")
+        yield Problem((*at, "sglang"), rule, "lower tp_size or dp_size, or ask for more")
     elif needed * rollout.replicas > gpus:
         rule = f"of {needed} GPUs each do not fit on the {gpus} GPUs of a node"
         fix = "lower it, or ask for more GPUs"
-        yield Problem(("rollout", "replicas"), rule, fix, rollout.replicas)
+        yield Problem((*at, "replicas"), rule, fix, rollout.replicas)
 
 
 def _is_set(rollout: Rollout, name: str) -> bool:

@@ -25,6 +25,7 @@ from slurm_rl.config.derive import (
     stage_slurm,
     stage_time_s,
 )
+from slurm_rl.config.pools import job_kinds
 from slurm_rl.config.problems import Path, Problem, format_value, nearest
 from slurm_rl.config.rollout_schema import Score
 from slurm_rl.config.schema import Settings
@@ -61,16 +62,22 @@ def check_jobs(settings: Settings) -> Iterator[Problem]:
         ((*section_of(kind), "slurm"), settings.stage(kind).slurm)
         for kind in (*STAGE_KINDS, *eval_kinds(settings))
     ]
+    sections += [
+        (("rollout", "pools", name, "slurm"), pool.slurm)
+        for name, pool in settings.rollout.pools.items()
+    ]
     problems = [p for at, section in sections for p in _check_options(at, section)]
     yield from problems
     if problems:
         return
-    for kind in stage_kinds(settings):
+    for kind in job_kinds(settings):
         yield from _check_wall_time(settings, kind)
     if settings.chain.pack == "iteration":
         yield from _check_same_shape(settings)
-        if settings.rollout.shards > 1:
-            rule = "cannot be with chain.pack = iteration, where one job runs all stages in turn"
+        rule = "cannot be with chain.pack = iteration, where one job runs all stages in turn"
+        if settings.rollout.pools:
+            yield Problem(("rollout", "pools"), rule, "use pack: stage")
+        elif settings.rollout.shards > 1:
             yield Problem(("rollout", "shards"), rule, "use pack: stage", settings.rollout.shards)
     yield from _check_throttle(settings)
     yield from _check_ranks(settings)
@@ -173,14 +180,15 @@ def _owner_of(settings: Settings, kind: str, name: str) -> Path:
 
 def _check_throttle(settings: Settings) -> Iterator[Problem]:
     throttle, shards = settings.rollout.array_throttle, settings.rollout.shards
+    largest = max((pool.shards for pool in settings.rollout.pools.values()), default=shards)
     path: Path = ("rollout", "array_throttle")
     if throttle is None:
         return
     if settings.launcher == "local":
         rule = "has no effect with launcher: local, where there are no arrays"
         yield Problem(path, rule, "take it out", throttle)
-    elif throttle >= shards:
-        rule = f"has no effect with rollout.shards = {shards}"
+    elif throttle >= largest:
+        rule = f"has no effect on arrays of {largest} shard(s)"
         yield Problem(path, rule, "lower it, or take it out", throttle)
 
 

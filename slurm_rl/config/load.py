@@ -198,7 +198,8 @@ def _make_layer(document: Document, base: File, cwd: File) -> _Layer:
 
 
 def _merge_layers(layers: Sequence[_Layer], label: str) -> tuple[dict[str, Any], dict[Path, str]]:
-    """Later layers win, key by key; a list or a plain value replaces what was there."""
+    """Later layers win, key by key; a list, a plain value or a `--set x={}` replaces what was
+    there."""
     data: dict[str, Any] = {}
     origins: dict[Path, str] = {}
     for layer in layers:
@@ -217,7 +218,9 @@ def _merge_into(
         path = (*at, key)
         origin = source_origins.get(path, source_origins[()])
         if isinstance(value, dict):
-            if not isinstance(target.get(key), dict):
+            # `--set eval={}` says that there is none, and would say nothing else.
+            is_emptied = not value and origin.startswith("--set")
+            if is_emptied or not isinstance(target.get(key), dict):
                 _forget(origins, path)
                 target[key] = {}
             # What a section lacks is to be added in the run's file, not in a `--set`.

@@ -145,9 +145,9 @@ def check_megatron(options: Mapping[str, Any]) -> list[Problem]:
     return _check_options(options, MEGATRON, ("train", "megatron"))
 
 
-def check_sglang(options: Mapping[str, Any]) -> list[Problem]:
-    """What is wrong with `rollout.sglang`."""
-    return _check_options(options, SGLANG, ("rollout", "sglang"))
+def check_sglang(options: Mapping[str, Any], above: Path = ("rollout", "sglang")) -> list[Problem]:
+    """What is wrong with `rollout.sglang`, or with a pool's."""
+    return _check_options(options, SGLANG, above)
 
 
 def check_score_sglang(options: Mapping[str, Any]) -> list[Problem]:

@@ -18,6 +18,10 @@ NONZERO_STD = "nonzero_std"
 def check_shards(settings: Settings) -> Problems:
     rollout = settings.rollout
     shards, path = rollout.shards, ("rollout", "shards")
+    total = sum(pool.shards for pool in rollout.pools.values())
+    if rollout.pools and shards != total:
+        rule = f"is not the sum of rollout.pools: {total}"
+        yield Problem(path, rule, "take it out: it follows from the pools", shards)
     if shards > rollout.rollout_batch_size:
         rule = f"is more than rollout_batch_size = {rollout.rollout_batch_size}"
         yield Problem(path, rule, "lower it: a shard needs a prompt", shards)

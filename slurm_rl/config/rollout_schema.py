@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from slurm_rl.config.sections import (
     EnvName,
@@ -17,6 +17,7 @@ from slurm_rl.config.sections import (
     Positive,
     Seconds,
     Section,
+    Slurm,
     Stage,
 )
 
@@ -131,6 +132,19 @@ class Score(Stage):
     poll_s: Seconds = Field(30.0, description="How often a service that is down is asked again.")
 
 
+class Pool(Section):
+    """Shards of a rollout that ask Slurm for the same, as an array of their own."""
+
+    shards: Positive = Field(description="Shards that run here.")
+    slurm: Slurm = Field(
+        default_factory=Slurm, description="What they ask for; wins over `rollout.slurm`."
+    )
+    replicas: Positive | None = Field(None, description="Wins over `rollout.replicas`.")
+    sglang: dict[str, Any] = Field(
+        default_factory=dict, description="Wins over `rollout.sglang`, argument by argument."
+    )
+
+
 class Rollout(Stage):
     """Prompts, sampling, engine, reward."""
 
@@ -141,8 +155,13 @@ class Rollout(Stage):
         1, description="Threads of the embedded engine: results depend on the number."
     )
     shards: Positive = Field(1, description="Parallel pieces, each a Slurm array task.")
+    pools: dict[Name, Pool] = Field(
+        default_factory=dict,
+        description="Shards by what they ask Slurm for: partitions, GPU types, fallbacks, each an"
+        " array of its own. `shards` is their sum then.",
+    )
     array_throttle: Positive | None = Field(
-        None, description="Most shards at once: the `%n` of the Slurm array."
+        None, description="Most shards at once: the `%n` of each Slurm array."
     )
     # -- data
     prompt_data: str | list[DataSet] = Field(
@@ -260,6 +279,11 @@ class Rollout(Stage):
     environment: str | None = Field(
         None, description="An environment to talk to, by dotted path; see docs/rollout.md."
     )
+    generate_timeout_s: Seconds = Field(
+        3600.0,
+        description="Longest that your generate function may take for one conversation, the"
+        " engine's answers not counted.",
+    )
     max_turns: Positive = Field(8, description="Answers of the model in one conversation.")
     max_tool_output_len: Positive = Field(2048, description="Characters kept of a tool's answer.")
     # -- engines
@@ -288,6 +312,17 @@ class Rollout(Stage):
     stage_weights_gb: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Most that the copies may take; unset: room for two versions."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_shards(cls, data: Any) -> Any:
+        """`shards` follows from `pools` where it is not set. What is malformed is told later."""
+        pools = data.get("pools") if isinstance(data, dict) else None
+        if not isinstance(pools, dict) or "shards" in data:
+            return data
+        counts = [pool.get("shards") for pool in pools.values() if isinstance(pool, dict)]
+        total = sum(count for count in counts if isinstance(count, int))
+        return {**data, "shards": total} if total > 0 else data
 
 
 class EvalSet(Stage, Overrides):

@@ -27,6 +27,8 @@ from slurm_rl.config.sections import (
 
 #: Kinds of stages that evaluate: `eval-<name>`, one for each entry of `eval`.
 EVAL_PREFIX = "eval-"
+#: Begins the kind of the jobs of a pool of the rollout's shards: `rollout-spot`.
+POOL_PREFIX = "rollout-"
 
 
 class Run(Section):
@@ -205,7 +207,9 @@ class Settings(Section):
         default_factory=Score, description="Grading in a stage of its own, after the rollout."
     )
     eval: dict[Name, EvalSet] = Field(
-        default_factory=dict, description="Evaluations by name; they never hold up the chain."
+        default_factory=dict,
+        description="Evaluations by name; they never hold up the chain, save with"
+        " `launcher: local`, where one machine does all in turn.",
     )
     services: dict[Name, Service] = Field(
         default_factory=dict, description="Servers outside the run that rewards ask, by name."

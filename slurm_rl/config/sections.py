@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -20,6 +20,19 @@ class Section(BaseModel):
     """A part of the configuration: unknown keys are refused, values never coerced silently."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_null(cls, data: Any) -> Any:
+        """Null is no entries, where a setting is entries by name (`eval: null`)."""
+        if not isinstance(data, dict):
+            return data
+        empty: dict[str, Any] = {
+            name: {}
+            for name, field in cls.model_fields.items()
+            if field.default_factory is dict and name in data and data[name] is None
+        }
+        return {**data, **empty}
 
 
 class Fallback(Section):

@@ -20,7 +20,11 @@ _OWN = "custom_generate_function_path"
 #: The three ways to have several turns.
 _WAYS = (_OWN, "tools", "environment")
 #: Setting -> the ways that use it.
-_USERS = {"max_turns": ("tools", "environment"), "max_tool_output_len": ("tools",)}
+_USERS: dict[str, tuple[str, ...]] = {
+    "generate_timeout_s": (_OWN,),
+    "max_turns": ("tools", "environment"),
+    "max_tool_output_len": ("tools",),
+}
 
 
 def check_turns(settings: Settings) -> Problems:

@@ -21,6 +21,7 @@ from slurm_rl.chain.history import plan_deadline, read_durations
 from slurm_rl.chain.usage import read_iteration, read_total
 from slurm_rl.errors import StorageError
 from slurm_rl.launch.input_lease import InputLease
+from slurm_rl.launch.interpreter import explain_exit
 from slurm_rl.launch.orders import Prepared, prepare_order
 from slurm_rl.launch.results import Failure, await_result, read_failure
 from slurm_rl.storage.claims import (
@@ -102,8 +103,7 @@ class Attempt:
             self.prepared = prepare_order(self)
             payload = self.supervisor.runner.start(self.prepared.path, kind=self.slot.kind)
         except Exception as error:  # whatever keeps the program from starting: say it
-            blame = getattr(error, "blame", "system")
-            return self._fail(Failure(blame, type(error).__name__, str(error)))
+            return self._refuse(error)
         if not self.slot.shard:
             self.supervisor.advance_beside()  # one task of an array is enough
         try:
@@ -123,6 +123,9 @@ class Attempt:
         if status == 0:
             return (yield from self._publish())
         failure = read_failure(self.folder, status, fs=self.run_dir.fs)
+        unable = explain_exit(self.folder) if failure.error == "Exit" else None
+        if unable is not None:
+            return self._refuse(unable)
         # When a rank is killed srun stops the others, which say so; the status is its signal's.
         was_stopped = bool(self.supervisor.job.stop) or status in _STOPPED_BY_SIGNAL
         if was_stopped and failure.error in ("Stopped", "Exit"):
@@ -261,7 +264,7 @@ class Attempt:
         """GPU seconds of the run up to the end of this iteration, if this is its last stage; of an
         evaluation, those of its own attempts."""
         chain, iteration = self.supervisor.chain, self.slot.iteration
-        gpus = dict(chain.spec.gpus).get(self.slot.kind, 0)
+        gpus = dict(chain.spec.gpus).get(chain.graph.job_kind(self.slot), 0)
         own_s = gpus * (self.supervisor.monotonic() - self.began)
         if gpus and self.slot.stage.is_eval:
             earlier = (read_elapsed(self.run_dir, self.slot, claim) for claim in self.earlier)
@@ -293,6 +296,11 @@ class Attempt:
             halt = Halt(f"{self.slot}: {message}", hint, str(self.folder), self._now())
             write_halt(self.run_dir, halt)
         return AttemptOutcome.FAILED
+
+    def _refuse(self, error: Exception) -> AttemptOutcome:
+        """The program could not start."""
+        blame = getattr(error, "blame", "system")
+        return self._fail(Failure(blame, type(error).__name__, str(error)))
 
     def _defer(self, failure: Failure) -> AttemptOutcome:
         logger.warning("%s: deferred: %s", self.slot, failure.message)

@@ -18,10 +18,10 @@ from slurm_rl.config.derive import (
     parse_instant,
     parse_wall_time,
     stage_fallback,
-    stage_kinds,
     stage_slurm,
     stage_time_s,
 )
+from slurm_rl.config.pools import job_kinds
 from slurm_rl.config.schema import Chain as ChainSettings
 from slurm_rl.config.schema import Settings
 from slurm_rl.launch.duty import Timing
@@ -93,7 +93,7 @@ def make_asks(settings: Settings) -> dict[str, Ask]:
     if settings.launcher != "slurm":
         return {}
     asks = {}
-    for kind in stage_kinds(settings):
+    for kind in job_kinds(settings):
         is_auto = stage_slurm(settings, kind).get("time") == AUTO
         signal_s = asked_signal_s(settings, kind)
         if kind != "tick" and (is_auto or signal_s is None):
@@ -117,7 +117,7 @@ def make_spec(settings: Settings, short_id: str) -> Spec:
         max_stops=chain.max_stops,
         exclude_s=chain.exclude_s if settings.launcher == "slurm" else 0.0,
         fallbacks=_fallbacks(settings),
-        gpus=tuple((kind, num_gpus(settings, kind)) for kind in stage_kinds(settings)),
+        gpus=tuple((kind, num_gpus(settings, kind)) for kind in job_kinds(settings)),
         gpu_hours=chain.budget.gpu_hours,
         until=None if chain.budget.until is None else parse_instant(chain.budget.until),
         submits=settings.submit_from == "anywhere",
@@ -129,7 +129,7 @@ def make_spec(settings: Settings, short_id: str) -> Spec:
 
 def _fallbacks(settings: Settings) -> tuple[tuple[str, float], ...]:
     found = []
-    for kind in stage_kinds(settings):
+    for kind in job_kinds(settings):
         fallback = stage_fallback(settings, kind)
         after_s = None if fallback is None else parse_wall_time(fallback.after)
         if after_s is not None and kind != "tick" and settings.launcher == "slurm":

@@ -31,7 +31,7 @@ class HereRunner:
 
 def run_here(opened: OpenRun, ref: StageRef) -> int:
     """Do the stage; 0 if it has its commit then."""
-    link = opened.chain.graph.link_of(ref)
+    link = opened.chain.graph.links_of(ref)[0]  # evaluations and scores are one job's
     name = link.job_name(opened.identity.name, new_job_token(opened.identity.short_id))
     job = Job(name, link)
     supervisor = make_supervisor(opened, job, {})

@@ -32,6 +32,7 @@ from slurm_rl.launch.shape import fits
 from slurm_rl.launch.stage_settings import find_stage_settings
 from slurm_rl.launch.supervisor import EXIT_UNFINISHED, Supervisor
 from slurm_rl.launch.tick import tick_life
+from slurm_rl.storage.intents import POOL_FOLDER
 from slurm_rl.storage.owner import share_with_group
 from slurm_rl.storage.rundir import write_copies
 from slurm_rl.storage.space import check_stage_space
@@ -119,13 +120,15 @@ def _run_link(root: Path, intent: str, name: str, signal_s: Sequence[str]) -> in
 
 def make_job(graph: Graph, intent: Path, name: str, env: dict[str, str]) -> Job:
     """What this process is, from its name and the scheduler's environment."""
-    iteration = int(intent.parent.parent.name)
-    label = name.split(".")[-2]
+    folder = intent.parent
+    if folder.name.startswith(POOL_FOLDER):
+        folder = folder.parent
+    iteration, label = int(folder.parent.name), name.split(".")[-2]
     link = next((link for link in graph.links(iteration) if link.label == label), None)
     if link is None:
         # An evaluation; or the run was made with another packing: the job does what its intent
         # lies with.
-        link = Link(iteration, (intent.parent.name.partition(".")[0],))
+        link = Link(iteration, (folder.name.partition(".")[0],))
     task = env.get("SLURM_ARRAY_TASK_ID")
     job_id = env.get("SLURM_JOB_ID", "")
     if task is not None:
@@ -153,7 +156,7 @@ def with_end_time(opened: OpenRun, job: Job, env: Mapping[str, str]) -> dict[str
 
 def make_supervisor(opened: OpenRun, job: Job, env: Mapping[str, str]) -> Supervisor:
     settings = opened.settings
-    started, kind = time.time(), job.link.kinds[-1]
+    started, kind = time.time(), job.link.job_kind
     kinds = [kind for kind in stage_kinds(settings) if kind != "tick"]
     return Supervisor(
         chain=opened.chain,
@@ -163,7 +166,7 @@ def make_supervisor(opened: OpenRun, job: Job, env: Mapping[str, str]) -> Superv
         settle=functools.partial(find_stage_settings, opened.run, opened.identity),
         timing=make_timing(settings),
         monotonic=time.monotonic,
-        fits=lambda kind: fits(settings, have=job.link.kinds[-1], need=kind),
+        fits=lambda need: fits(settings, have=kind, need=need),
         left_s=functools.partial(left_of_job, settings, kind, env, started),
         check_space=functools.partial(check_stage_space, opened.run, settings),
         deadlines={kind: settings.stage(kind).deadline_s for kind in kinds},
@@ -201,7 +204,7 @@ def _stop_on_signals(
 ) -> None:
     """Note why the job must end soon. USR1 is the warning before the time limit; but a site with
     `preempt_send_user_signal` sends it at a preemption too."""
-    started, kind = time.time(), job.link.kinds[-1]
+    started, kind = time.time(), job.link.job_kind
     near_s = (signal_s or stage_signal_s(settings, kind)) + _SIGNAL_EARLY_S
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -80,5 +80,5 @@ def _heed(supervisor: Supervisor, why: str) -> None:
 
 
 def _may_ask_for_more_time(supervisor: Supervisor) -> bool:
-    ask = supervisor.chain.asks.get(supervisor.job.link.kinds[-1])
+    ask = supervisor.chain.asks.get(supervisor.job.link.job_kind)
     return ask is not None and ask.wall_time and supervisor.chain.may_submit

@@ -24,9 +24,11 @@ from slurm_rl.config.derive import (
     stage_ranks,
     stage_slurm,
 )
+from slurm_rl.config.pools import settings_of_shard
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import ConfigError
 from slurm_rl.launch.containers import render_payload_command, render_payload_env
+from slurm_rl.launch.interpreter import check_interpreter, refuse_interpreter
 from slurm_rl.types import parse_order
 
 _PR_SET_PDEATHSIG = 1
@@ -85,13 +87,19 @@ class LocalRunner:
         world = stage_ranks(self.settings, kind)
         attempt = order_path.parent
         argv = stage_command(self.settings, order_path, kind=kind)
+        base = stage_environment(self.settings, kind, os.environ)
+        check_interpreter(self.settings, kind, base)
         payload = LocalPayload()
         for rank in range(world):
-            env = stage_environment(self.settings, kind, os.environ)
-            env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+            env = base | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
             log = open(attempt / f"rank-{rank}.log", "ab")  # noqa: SIM115 (lives with the child)
             payload.logs.append(log)
-            payload.ranks.append(_spawn(argv, env, log.fileno()))
+            try:
+                payload.ranks.append(_spawn(argv, env, log.fileno()))
+            except OSError as error:
+                payload.kill()
+                refuse_interpreter(self.settings, kind, error)
+                raise
         return payload
 
 
@@ -104,7 +112,8 @@ class SrunRunner:
     def start(self, order_path: Path, *, kind: str) -> LocalPayload:
         attempt = order_path.parent
         world = stage_ranks(self.settings, kind)
-        options = stage_slurm(self.settings, kind)
+        shard = parse_order(order_path.read_bytes()).shard
+        options = stage_slurm(settings_of_shard(self.settings, kind, shard), kind)
         argv = ["srun", "--kill-on-bad-exit=1", f"--ntasks={world}", "--open-mode=append"]
         argv += [f"--output={attempt}/rank-%t.log", "--unbuffered"]
         if world == 1:
@@ -116,6 +125,7 @@ class SrunRunner:
             argv.append(f"--cpus-per-task={options['cpus_per_task']}")
         argv += stage_command(self.settings, order_path, kind=kind)
         env = stage_environment(self.settings, kind, os.environ)
+        check_interpreter(self.settings, kind, env)
         env["WORLD_SIZE"] = str(world)
         # Set by sbatch --export=NONE, it would start the step without a PATH.
         env.pop("SLURM_EXPORT_ENV", None)

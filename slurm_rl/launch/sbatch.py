@@ -66,11 +66,8 @@ def render_job(settings: Settings, request: LinkRequest) -> str:
 
 
 def plan_options(settings: Settings, request: LinkRequest) -> dict[str, Any]:
-    """sbatch's options by name with underscores, in the order in which they are written.
-
-    The job of several stages takes the shape of the last; they are checked to be the same.
-    """
-    kind = request.stages[-1].kind if request.stages else "tick"
+    """sbatch's options by name with underscores, in the order in which they are written."""
+    kind = request.job_kind
     user = dict(stage_slurm(settings, kind))
     ours: dict[str, Any] = {"job_name": request.name}
     pattern = "%A_%a" if request.shards else "%j"
@@ -84,7 +81,7 @@ def plan_options(settings: Settings, request: LinkRequest) -> dict[str, Any]:
     if request.fallback:
         _go_elsewhere(settings, kind, user)
     if request.shards:
-        throttle = settings.rollout.array_throttle if kind == "rollout" else None
+        throttle = settings.rollout.array_throttle
         ours["array"] = format_ranges(request.shards) + (f"%{throttle}" if throttle else "")
     if request.after:
         ours["dependency"] = "afterany:" + ":".join(request.after)

@@ -25,7 +25,7 @@ from slurm_rl.chain.late import check_not_gone, may_show_late, says_committed
 from slurm_rl.chain.observe import find_head, read_current, read_queue
 from slurm_rl.chain.outages import deferred_for
 from slurm_rl.chain.scheduler import JobState, QueuedJob
-from slurm_rl.chain.slots import slots_of, view_slot
+from slurm_rl.chain.slots import link_slots, slots_of, view_slot
 from slurm_rl.errors import CorruptError, SlurmRlError, StorageError
 from slurm_rl.launch.attempt import Attempt, AttemptOutcome
 from slurm_rl.launch.duty import Job, Runner, Timing
@@ -60,7 +60,7 @@ Sleeps = Generator[float, None, int]
 class Supervisor:
     """One job's life.
 
-    fits:      whether this allocation can run a stage kind.
+    fits:      whether this allocation can run a kind of job.
     intent:    the file that says that this job was to be submitted.
     monotonic: the observer's own clock; liveness is change seen on it.
     settle:    what a stage runs with, as control says.
@@ -203,14 +203,15 @@ class Supervisor:
         found = []
         refs = [ref for link in self._window(control) for ref in link.stages]
         for ref in dict.fromkeys([*self.job.link.stages, *refs]):
-            if not self.fits(ref.kind) or read_current(run, graph, control, ref) is not None:
+            slots = [s for s in slots_of(graph, control, ref) if self.fits(graph.job_kind(s))]
+            if not slots or read_current(run, graph, control, ref) is not None:
                 continue
             parents = graph.parents(ref).values()
             if any(read_current(run, graph, control, parent) is None for parent in parents):
                 continue
             if not self._has_time_for(ref, control):
                 continue
-            found += [s for s in slots_of(graph, control, ref) if read_commit(run, s) is None]
+            found += [s for s in slots if read_commit(run, s) is None]
         return sorted(found, key=lambda slot: slot not in own)
 
     def _window(self, control: Control) -> list[Link]:
@@ -228,9 +229,7 @@ class Supervisor:
 
     def _own_slots(self, control: Control | None = None) -> list[Slot]:
         control = control or read_control(self.chain.run)
-        slots = [
-            s for ref in self.job.link.stages for s in slots_of(self.chain.graph, control, ref)
-        ]
+        slots = link_slots(self.chain.graph, control, self.job.link)
         return [s for s in slots if s.shard is None or self.job.task in (None, s.shard)]
 
     def _is_own_done(self) -> bool:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Generator
 
 from slurm_rl.chain.advance import Chain, Outcome, advance, replace_tick
-from slurm_rl.chain.plan import TICK_SPACING_S
+from slurm_rl.chain.plan_ticks import TICK_SPACING_S
 from slurm_rl.chain.scheduler import token_of
 from slurm_rl.errors import CorruptError, StorageError
 

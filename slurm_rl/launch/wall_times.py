@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from slurm_rl.config.derive import (
     slurm_sections,
     stage_fallback,
-    stage_kinds,
     stage_slurm,
     stage_time_s,
 )
+from slurm_rl.config.pools import job_kinds
 from slurm_rl.config.problems import Path as Place
 from slurm_rl.config.problems import Problem
 from slurm_rl.config.schema import Settings
@@ -44,7 +44,7 @@ def find_too_long(settings: Settings, partitions: Sequence[Partition]) -> list[P
     """Stages whose wall time no partition of theirs gives. sbatch takes such a job on many sites
     (`EnforcePartLimits=NO`), and it then pends for ever (`PartitionTimeLimit`)."""
     problems = []
-    for kind in stage_kinds(settings):
+    for kind in job_kinds(settings):
         named = stage_slurm(settings, kind).get("partition")
         time_s = stage_time_s(settings, kind)
         where, text = _owner_of_time(settings, kind)
@@ -115,7 +115,7 @@ def check_wall_times(settings: Settings) -> list[Problem]:
     if not problems:
         return []
     qos = read_qos(timeout_s=_TIMEOUT_S)
-    named = {str(stage_slurm(settings, kind).get("qos") or "") for kind in stage_kinds(settings)}
+    named = {str(stage_slurm(settings, kind).get("qos") or "") for kind in job_kinds(settings)}
     return [] if may_lift_limits(named - {""}, qos) else problems
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from slurm_rl.errors import RewardError, ServiceDown
+from slurm_rl.errors import ServiceDown
 from slurm_rl.rollout.journal import Entry, Journal
 from slurm_rl.rollout.rewards import Graded, Grader
 from slurm_rl.rollout.samples import Sample
@@ -21,20 +21,22 @@ Item = tuple[str, Sequence[Sample]]
 Grade = Callable[[Sequence[Sample]], Awaitable[Graded]]
 
 
-class GivenUp(list[Sample]):
-    """A group whose generation failed in the user's code, where on_reward_error drops such groups:
-    what there is to journal of it. `why` says what failed."""
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """A group whose generation failed in the user's code, where on_reward_error drops such groups.
 
-    def __init__(self, samples: Iterable[Sample], *, error: RewardError) -> None:
-        super().__init__(samples)
-        self.why = error.message
+    samples: what there is to journal of it. why: what failed.
+    """
+
+    samples: tuple[Sample, ...]
+    why: str
 
 
-async def grade_open(samples: Sequence[Sample], grade: Grade) -> Graded:
+async def grade_open(samples: Sequence[Sample] | GivenUp, grade: Grade) -> Graded:
     """Grade those of a group that have no reward; what an environment or a generate function of
     the user's has given stays. A group that was given up is dropped."""
     if isinstance(samples, GivenUp):
-        return Graded(tuple(samples), "dropped", samples.why)
+        return Graded(samples.samples, "dropped", samples.why)
     left = [sample for sample in samples if sample.reward is None]
     if len(left) == len(samples):
         return await grade(samples)

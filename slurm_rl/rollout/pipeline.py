@@ -37,7 +37,8 @@ _LOOK_FOR_S = 10.0
 #: How long cut-off answers may take to come back; what has not come by then starts afresh.
 _CUT_OFF_S = 60.0
 
-Generate = Callable[[PlannedGroup], Awaitable[list[Sample]]]
+Made = list[Sample] | GivenUp
+Generate = Callable[[PlannedGroup], Awaitable[Made]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +136,11 @@ class Pipeline:
         while not floor.closed.is_set():
             async with floor.slots:
                 group = None if floor.closed.is_set() else self._supply.take()
-                samples = [] if group is None else await floor.generate(group)
+                made: Made = [] if group is None else await floor.generate(group)
             if group is None:
                 await floor.wait(self._watch.poll_s)
                 continue
+            samples = [*made.samples] if isinstance(made, GivenUp) else made
             is_cut = any(sample.status == "aborted" for sample in samples)
             if is_cut and not floor.closed.is_set():
                 raise EngineError(
@@ -151,14 +153,14 @@ class Pipeline:
                 self._supply.give_back(group.group_index)
                 continue
             self._num_tokens += sum(sample.response_length for sample in samples)
-            await self._finish(group, samples, floor)
+            await self._finish(group, made, floor)
             await asyncio.sleep(0)  # an engine that answers at once must not shut others out
 
-    async def _finish(self, group: PlannedGroup, samples: list[Sample], floor: _Floor) -> None:
-        graded = await grade_open(samples, floor.grade)
+    async def _finish(self, group: PlannedGroup, made: Made, floor: _Floor) -> None:
+        graded = await grade_open(made, floor.grade)
         keep, reason = graded.outcome != "dropped", ""
         if not keep:  # the message is in the log: it has paths, which no commit may depend on
-            reason = "generation failed" if isinstance(samples, GivenUp) else "reward failed"
+            reason = "generation failed" if isinstance(made, GivenUp) else "reward failed"
         index = group.group_index
         is_asked = graded.outcome == "graded" and not self._supply.is_wanted(index)
         if is_asked and self._keep is not None:

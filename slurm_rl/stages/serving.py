@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoTokenizer
 
+from slurm_rl.config.pools import settings_of_shard
 from slurm_rl.config.rollout_schema import Overrides
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import ModelError
@@ -177,7 +178,7 @@ def plan_server(order: Order, settings: Settings) -> SglangOptions:
 
         host = reachable_address(settings, num_nodes=num_nodes)
     return plan_options(
-        settings,
+        settings_of_shard(settings, order.kind, order.shard),
         environment=os.environ,
         log_path=Path(order.attempt_dir) / "sglang.log",
         random_seed=derive_seed(settings.seed, "server", order.iteration, order.shard),

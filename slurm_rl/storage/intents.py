@@ -20,6 +20,8 @@ from slurm_rl.storage.rundir import RunDir
 from slurm_rl.types import canonical_json
 
 _NAME = re.compile(r"submit\.\d{4,}")
+#: Begins the name of the folder, in a stage's directory, that holds the intents of a pool.
+POOL_FOLDER = "pool-"
 
 
 @dataclass(frozen=True, slots=True)

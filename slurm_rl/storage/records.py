@@ -24,13 +24,15 @@ from typing import IO
 from slurm_rl.errors import CorruptError
 from slurm_rl.storage.durable import publish_file, remove_published
 from slurm_rl.storage.fs import Fs
+from slurm_rl.storage.intents import POOL_FOLDER
 from slurm_rl.storage.prune import is_record
 from slurm_rl.storage.rundir import RunDir
 from slurm_rl.storage.tombstones import is_tombstone
 
 _TAR = re.compile(r"records\.(\d{4,})\.tar")
 _STAGE = re.compile(r".+\.t\d+")
-_SHARD = re.compile(r"shard-\d{4,}")
+#: What lies below a stage as the files of a slot do: shards, and the intents of pools.
+_PART = re.compile(rf"shard-\d{{4,}}|{POOL_FOLDER}.+")
 _ATTEMPT = re.compile(r"a\d{4,}-[0-9a-zA-Z]+")
 #: Claims and intents, and what belongs to them.
 _OF_SLOT = re.compile(r"(claim|submit)\.\d{4,}(\..+)?")
@@ -104,7 +106,7 @@ def _below_slot(folder: tuple[str, ...]) -> tuple[str, ...] | None:
     if not folder or not _STAGE.fullmatch(folder[0]):
         return None
     rest = folder[1:]
-    return rest[1:] if rest and _SHARD.fullmatch(rest[0]) else rest
+    return rest[1:] if rest and _PART.fullmatch(rest[0]) else rest
 
 
 def _write_tar(temporary: Path, root: Path, paths: list[Path], *, fs: Fs) -> None:

@@ -10,14 +10,24 @@ from __future__ import annotations
 import functools
 import json
 import secrets
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slurm_rl.errors import CorruptError, FormatError, NoRunError
-from slurm_rl.storage.durable import make_directory, publish, read_published, write_file
+from slurm_rl.storage.durable import (
+    make_directory,
+    publish,
+    read_published,
+    remove_published,
+    write_file,
+)
 from slurm_rl.storage.fs import POSIX, Fs
 from slurm_rl.types import RUN_FORMAT, Slot, canonical_json
+
+#: Folders of a run that hold what its work has left.
+_OF_WORK = ("iterations", "scheduler", "settings", "control")
 
 
 @dataclass(frozen=True)
@@ -104,6 +114,18 @@ def create_run(run: RunDir, identity: RunIdentity) -> bool:
     if won:
         write_copies(run, identity)
     return won
+
+
+def unmake_run(run: RunDir) -> None:
+    """Take away a run that no job ever worked on, so that it can be made anew.
+
+    A crash leaves the run as it was, or none, and perhaps folders that nobody reads any more; the
+    snapshots of code stay. Only who knows that nothing has begun may ask for it.
+    """
+    remove_published(run.root / "run.json", fs=run.fs)
+    run.fs.fsync_dir(run.root)
+    for name in _OF_WORK:
+        shutil.rmtree(run.root / name, ignore_errors=True)
 
 
 def write_copies(run: RunDir, identity: RunIdentity) -> None:

@@ -25,18 +25,7 @@ def snapshot_code(run: RunDir, folders: list[Path]) -> str:
     """
     if not folders:
         return ""
-    names = [folder.name for folder in folders]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"code: two folders are called {twice!r}", hint="rename one of them")
-    files = {name: source for folder in folders for name, source in _walk(folder)}
-    size = sum(source.stat().st_size for source in files.values())
-    if size > _MAX_BYTES:
-        raise ConfigError(
-            f"code: {size} bytes are more than {_MAX_BYTES}", hint="name folders of code only"
-        )
-    entries = [FileEntry(n, s.stat().st_size, digest_file(s)) for n, s in sorted(files.items())]
-    digest = digest_entries(entries)
+    files, digest = _find_files(folders)
     target = run.code_dir(digest)
     if target.exists():
         return digest
@@ -53,6 +42,27 @@ def snapshot_code(run: RunDir, folders: list[Path]) -> str:
         shutil.rmtree(temporary)  # somebody else made the same snapshot
     run.fs.fsync_dir(target.parent)
     return digest
+
+
+def digest_code(folders: list[Path]) -> str:
+    """What `snapshot_code` would return; nothing is written."""
+    return _find_files(folders)[1] if folders else ""
+
+
+def _find_files(folders: list[Path]) -> tuple[dict[str, Path], str]:
+    """The files of a snapshot by their names in it, and its digest."""
+    names = [folder.name for folder in folders]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"code: two folders are called {twice!r}", hint="rename one of them")
+    files = {name: source for folder in folders for name, source in _walk(folder)}
+    size = sum(source.stat().st_size for source in files.values())
+    if size > _MAX_BYTES:
+        raise ConfigError(
+            f"code: {size} bytes are more than {_MAX_BYTES}", hint="name folders of code only"
+        )
+    entries = [FileEntry(n, s.stat().st_size, digest_file(s)) for n, s in sorted(files.items())]
+    return files, digest_entries(entries)
 
 
 def check_snapshot(run: RunDir, digest: str) -> None:

@@ -36,6 +36,7 @@ GROUNDS = st.builds(
     pack=st.sampled_from(["stage", "iteration"]),
     login=st.booleans(),
     site=st.integers(0, 3),
+    pools=st.booleans(),
     num_iterations=st.integers(2, 3),
     # They add stages, which take twice the time: one run in four has them.
     score=st.sampled_from([False, False, False, True]),

@@ -17,6 +17,7 @@ NewArena = Callable[..., Arena]
 KINDS = {
     "stage": {},
     "stage, 2 shards": {"shards": 2},
+    "two pools": {"pools": {"fixed": {"shards": 1}, "spot": {"shards": 1}}},
     "iteration": {"pack": "iteration"},
     "window of one, ticks all the time": {"window": 1, "tick_s": 7.0},
 }

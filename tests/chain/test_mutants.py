@@ -157,7 +157,7 @@ MUTANTS = {
     ),
     "a running tick counts": Mutant(
         "last tick",
-        "chain/plan.py",
+        "chain/plan_ticks.py",
         (
             (
                 "is_tick(job.name) and job.state is JobState.PENDING]\n    if len(ticks)",
@@ -166,7 +166,9 @@ MUTANTS = {
             ),
         ),
     ),
-    "no ticks": Mutant("forgets", "chain/plan.py", (("TICKS_WANTED = 2", "TICKS_WANTED = 0"),)),
+    "no ticks": Mutant(
+        "forgets", "chain/plan_ticks.py", (("TICKS_WANTED = 2", "TICKS_WANTED = 0"),)
+    ),
     "evaluations count for nothing when a run is over": Mutant(
         "evals",
         "chain/view.py",

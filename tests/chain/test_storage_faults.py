@@ -165,7 +165,9 @@ def test_a_fault_that_happens_once_anywhere_costs_an_attempt_at_most(
         assert world.digests() == wanted, effect
         assert why_halted(world) == "", effect
         assert world.num_claims() <= 2, effect
-        assert max(world.num_submissions().values()) <= 2, effect
+        # Tasks of an array that find nothing to do are submitted again one by one.
+        most = 1 + int(str(changes.get("shards", 1)))
+        assert max(world.num_submissions().values()) <= most, effect
         if effect.op not in ("unlink", "rmdir"):
             assert temporaries(world) == [], effect
 

@@ -21,6 +21,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.timeout(580)
 
+PROGRAM = [sys.executable, "-c", "from slurm_rl.cli.main import entry; entry()"]
+#: Twice what a chain takes here; one that hangs is to leave its logs.
+WAIT_S = 450
+
 
 def write_config(folder: Path) -> Path:
     """The quickstart with a larger random model, SGLang, and bf16 training."""
@@ -80,21 +84,36 @@ def used_memory_mb() -> int:
     return int(done.stdout.split()[0])
 
 
+def run_chain(config: Path, root: Path, env: dict[str, str]) -> int | None:
+    """Its exit code; None, and the run is cancelled, if it is not over after WAIT_S."""
+    said = config.with_suffix(".out")
+    try:
+        with said.open("wb") as out:
+            done = subprocess.run(
+                [*PROGRAM, "submit", str(config), "--wait"],
+                env=env,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                timeout=WAIT_S,
+            )
+        code = done.returncode
+    except subprocess.TimeoutExpired:
+        code = None
+        subprocess.run([*PROGRAM, "cancel", str(root)], env=env, timeout=60)
+    print(said.read_text(errors="replace")[-6000:])
+    if code != 0:
+        for log in sorted(root.rglob("*.log")):
+            print(f"==> {log.relative_to(root)}\n{log.read_text(errors='replace')[-3000:]}")
+    return code
+
+
 def test_sglang_and_megatron_take_turns_on_one_gpu(tmp_path: Path, device_name: str) -> None:
     before_mb = used_memory_mb()
     config = write_config(tmp_path)
-    program = [sys.executable, "-c", "from slurm_rl.cli.main import entry; entry()"]
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    began = time.monotonic()
-    done = subprocess.run(
-        [*program, "submit", str(config), "--wait"], env=env, capture_output=True, text=True
-    )
-    print(done.stdout[-3000:], done.stderr[-3000:])
     root = tmp_path / "gpu"
-    if done.returncode:
-        for log in sorted(root.rglob("*.log")):
-            print(f"==> {log.relative_to(root)}\n{log.read_text(errors='replace')[-3000:]}")
-    assert done.returncode == 0
+    began = time.monotonic()
+    assert run_chain(config, root, env) == 0
     print(f"two iterations in {time.monotonic() - began:.0f} s on {device_name}")
 
     commits = read_commits(root)
@@ -109,7 +128,7 @@ def test_sglang_and_megatron_take_turns_on_one_gpu(tmp_path: Path, device_name: 
         assert commit["provenance"]["device"] == device_name
         gap = commit["provenance"]["metrics"]["train/train_rollout_logprob_abs_diff"]
         assert gap < 0.1, "the engine's and the trainer's log-probs are too far apart"
-    checked = subprocess.run([*program, "verify", str(root)], env=env, capture_output=True)
+    checked = subprocess.run([*PROGRAM, "verify", str(root)], env=env, capture_output=True)
     assert checked.returncode == 0
     time.sleep(3)
     assert used_memory_mb() <= before_mb + 50, "something still holds GPU memory"

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -187,3 +188,38 @@ def test_a_full_disk_loses_nothing(
     assert done.returncode == 0, done.stderr
     assert toy_run.digests() == undisturbed
     assert toy_run.command("verify", str(toy_run.root)).returncode == 0
+
+
+BARE = f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "words"),
+    [
+        (None, 0, "is no program on this node"),
+        (BARE, 0o644, "is not executable"),
+        ("#!/nowhere/python\n", 0o755, "cannot be started: No such file or directory"),
+        (BARE, 0o755, "cannot import slurm_rl: "),
+    ],
+    ids=["gone", "no-program", "no-interpreter", "no-package"],
+)
+def test_an_interpreter_that_cannot_run_a_stage_halts_at_once(
+    toy_run: ToyRun, text: str | None, mode: int, words: str
+) -> None:
+    """It was a program when the run was submitted; what becomes of it, the rollout does here."""
+    wrong, other = toy_run.folder / "wrong-python", toy_run.folder / "other-python"
+    wrong.write_text(BARE)
+    wrong.chmod(0o755)
+    toy = toy_run.folder / "toy-python"
+    change = f"rm -f {wrong}"
+    if text is not None:
+        (toy_run.folder / "text").write_text(text)
+        change += f" && cp {toy_run.folder / 'text'} {wrong} && chmod {mode:o} {wrong}"
+    other.write_text(f'#!/bin/sh\n{change}\nexec {toy} "$@"\n')
+    other.chmod(0o755)
+    toy_run.write(rollout__python=str(other), train__python=str(wrong))
+    told = toy_run.command("submit", str(toy_run.config), "--wait")
+    assert told.returncode == 4, told.stderr
+    assert f"i0000.train.t0: train.python = {wrong} {words}" in told.stderr
+    assert "slurm-rl set" in told.stderr
+    assert len(list(toy_run.root.glob("iterations/000000/train.t0/claim.*"))) == 1

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurm_rl.chain.observe import link_folder
-from slurm_rl.chain.plan import TICK_SPACING_S
+from slurm_rl.chain.plan_ticks import TICK_SPACING_S
 from slurm_rl.chain.scheduler import JobState
 from slurm_rl.config.schema import Retention
 from slurm_rl.launch.memory import MemoryJob
@@ -51,7 +51,7 @@ _HALTS = {
 @dataclass(frozen=True)
 class Ground:
     """A kind of run. site: 0 plain; 1 with `preempt_send_user_signal`; 2 cannot tell a cancelled
-    job from a preempted one; 3 cannot requeue."""
+    job from a preempted one; 3 cannot requeue. pools: the last shard has an array of its own."""
 
     lag: int = 0
     shards: int = 1
@@ -62,6 +62,7 @@ class Ground:
     num_iterations: int = 2
     score: bool = False
     evals: bool = False
+    pools: bool = False
 
     def make_world(self, folder: Path) -> World:
         shutil.rmtree(folder / "run", ignore_errors=True)
@@ -70,6 +71,7 @@ class Ground:
             folder / "run",
             lag=self.lag,
             shards=self.shards,
+            pools=self._pools(),
             rollout_batch_size=max(2, self.shards),
             window=self.window,
             pack=self.pack,
@@ -91,6 +93,11 @@ class Ground:
         world = World(folder / "run", settings, habits=habits, fs=fs)
         fs.clock = world.cluster.clock
         return world
+
+    def _pools(self) -> dict[str, dict[str, int]]:
+        if not self.pools or self.shards == 1 or self.pack == "iteration":
+            return {}
+        return {"fixed": {"shards": self.shards - 1}, "spot": {"shards": 1}}
 
 
 @dataclass(frozen=True)
@@ -237,7 +244,7 @@ class Chaos:
             for link in world.graph.links(i):
                 intents = read_intents(world.run, link_folder(world.run, control, link))
                 number = intents[-1].number if intents else 0
-                name = str(link.anchor)
+                name = str(link)
                 forgiven[name] = max(number, forgiven.get(name, 0))
         write_budget(world.run, forgiven)
         clear_stops(world.run)

@@ -71,7 +71,7 @@ def make_settings(root: Path, **changes: object) -> Settings:
         "budget",
     )  # fmt: skip
     chain = {name: changes.pop(name) for name in chain_names if name in changes}
-    rollout_names = ("shards", "rollout_batch_size")
+    rollout_names = ("shards", "pools", "rollout_batch_size")
     rollout = {name: changes.pop(name) for name in rollout_names if name in changes}
     return Settings.model_validate(
         {
@@ -236,7 +236,7 @@ class World:
             check_space=functools.partial(self.check_space, run),
             monotonic=lambda: self.cluster.now + self.skew_s.get(process.node, 0.0),
             deadlines=self.deadlines,
-            fits=lambda kind: self.fits(job.link.kinds[0], kind),
+            fits=lambda kind: self.fits(job.link.job_kind, kind),
         )
 
     # -- driving ------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ class World:
         """Every job has its intent, each intent one job at most, and 0 means a commit."""
         tokens = [
             json.loads(path.read_bytes())["token"]
-            for path in self.run.root.glob("iterations/*/*/submit.*")
+            for path in self.run.root.glob("iterations/*/**/submit.*")
             if re.fullmatch(r"submit\.\d+", path.name)
         ]
         links = [job for job in self.cluster.history if job.request.stages]
@@ -354,7 +354,7 @@ class World:
     def num_submissions(self) -> Counter[str]:
         """Submissions of each link, by the numbers of their intents."""
         found: Counter[str] = Counter()
-        for path in self.run.root.glob("iterations/*/*/submit.*"):
+        for path in self.run.root.glob("iterations/*/**/submit.*"):
             if re.fullmatch(r"submit\.\d+", path.name):
                 found[f"{path.parent.parent.name}/{path.parent.name}"] += 1
         return found

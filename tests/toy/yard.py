@@ -13,7 +13,7 @@ from typing import Any
 
 from slurm_rl.chain.gc import Keeper, Report, collect
 from slurm_rl.chain.graph import Graph, build_graph
-from slurm_rl.chain.observe import read_current
+from slurm_rl.chain.observe import link_folder, read_current
 from slurm_rl.chain.slots import slots_of
 from slurm_rl.storage.claims import AttemptEnd, attempt_dir, try_claim, write_end, write_heartbeat
 from slurm_rl.storage.commits import file_path, publish_commit, read_commit, read_stage_commit
@@ -85,9 +85,10 @@ class Yard:
         control = read_control(self.run)
         if read_current(self.run, self.graph, control, ref) is not None:
             return
-        folder = self.run.stage_dir(ref.iteration, ref.kind, control.timeline_of(ref))
-        publish_intent(self.run, folder, Intent(1, f"abcdef{ref.iteration:06d}", self.now))
-        write_job_id(self.run, folder, 1, "17")
+        for link in self.graph.links_of(ref):
+            folder = link_folder(self.run, control, link)
+            publish_intent(self.run, folder, Intent(1, f"abcdef{ref.iteration:06d}", self.now))
+            write_job_id(self.run, folder, 1, "17")
         logs = self.run.logs_dir(ref.iteration)
         self.run.fs.mkdir(logs)
         (logs / f"{ref.kind}.0001.log").write_text(f"job of {ref}\n" * 3)

@@ -26,7 +26,8 @@ from slurm_rl.cli.doctor.judge_site import judge_site
 from slurm_rl.cli.runs import find_run
 from slurm_rl.cli.terminal import say
 from slurm_rl.config.load import load_settings
-from slurm_rl.config.schema import Settings
+from slurm_rl.config.pools import job_kinds, settings_of_pool
+from slurm_rl.config.schema import POOL_PREFIX, Settings
 from slurm_rl.errors import (
     NothingDone,
     SchedulerError,
@@ -105,7 +106,9 @@ def examine(
 ) -> None:
     """Look at `target`, a configuration or a run; raise if something is bad."""
     settings, opened = _load(target, overrides)
-    _check_arguments(stage, jobs=jobs)
+    _check_arguments(settings, stage, jobs=jobs)
+    if stage is not None and stage.startswith(POOL_PREFIX):
+        settings, stage = settings_of_pool(settings, stage.removeprefix(POOL_PREFIX)), "rollout"
     report = Report(as_json)
     run_dir = settings.run_dir.absolute() if opened is None else opened.run.root
     try:
@@ -132,9 +135,10 @@ def _load(target: Path, overrides: list[str]) -> tuple[Settings, OpenRun | None]
     return load_settings(target, overrides), None
 
 
-def _check_arguments(stage: str | None, *, jobs: bool) -> None:
-    if stage is not None and stage not in STAGES:
-        raise UserError(f"--stage = {stage!r} is not one of {', '.join(STAGES)}")
+def _check_arguments(settings: Settings, stage: str | None, *, jobs: bool) -> None:
+    kinds = [kind for kind in job_kinds(settings) if kind.startswith(STAGES)]
+    if stage is not None and stage not in kinds:
+        raise UserError(f"--stage = {stage!r} is not one of {', '.join(kinds)}")
     if stage is not None and not jobs:
         raise UserError("--stage submits a job, and --no-jobs forbids that")
 
@@ -203,8 +207,9 @@ def _examine_stage(
     patience_s: float,
 ) -> None:
     try:
-        order, own = _order_of_run(opened, kind, folder) if opened is not None else (None, settings)
-        if order is None:
+        if opened is not None:
+            own, order = settings, _order_of_run(opened, kind, folder)
+        else:
             own = side_settings(settings, folder)
             order = _order_of_config(own, kind, folder)
     except SlurmRlError as error:
@@ -213,7 +218,7 @@ def _examine_stage(
     report.add(check_stage(own, folder, order, patience_s=patience_s, say=report.tell))
 
 
-def _order_of_run(opened: OpenRun, kind: str, folder: Path) -> tuple[Order, Settings]:
+def _order_of_run(opened: OpenRun, kind: str, folder: Path) -> Order:
     """As the next stage of that kind will get it; its inputs are looked at if they are there."""
     control, graph = read_control(opened.run), opened.chain.graph
     head = min(find_head(opened.run, graph, control), graph.num_iterations - 1)
@@ -222,8 +227,7 @@ def _order_of_run(opened: OpenRun, kind: str, folder: Path) -> tuple[Order, Sett
         inputs = list(find_inputs(opened, control, ref).values())
     except NothingDone:
         inputs = []  # not committed yet: the stage will wait for them
-    order = make_order(opened, control, ref, inputs=inputs, attempt=folder)
-    return order, opened.settings
+    return make_order(opened, control, ref, inputs=inputs, attempt=folder)
 
 
 def _order_of_config(side: Settings, kind: str, folder: Path) -> Order:

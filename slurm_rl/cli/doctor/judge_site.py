@@ -12,11 +12,12 @@ from slurm_rl.chain.graph import build_graph
 from slurm_rl.chain.view import MAX_EVALS
 from slurm_rl.config.derive import (
     gpu_count,
-    stage_kinds,
+    section_of,
     stage_signal_s,
     stage_slurm,
     stage_time_s,
 )
+from slurm_rl.config.pools import job_kinds
 from slurm_rl.config.problems import format_path
 from slurm_rl.config.schema import Settings
 from slurm_rl.launch.site import Partition, Qos, Site
@@ -65,7 +66,7 @@ def judge_partitions(settings: Settings, site: Site) -> Iterator[Finding]:
         known = {part.name for part in site.partitions}
         for name in [] if not named else named.split(","):
             if name.strip() not in known:
-                fix = f"{kinds[0]}.slurm.partition: one of {', '.join(sorted(known))}"
+                fix = f"{_key(kinds[0], 'partition')}: one of {', '.join(sorted(known))}"
                 yield _say("bad", "partition", f"{name} is not there ({_list(kinds)})", fix)
         parts = partitions_of(named, site.partitions)
         if not named and not parts:
@@ -88,7 +89,7 @@ def _judge_partition(
         yield _say("ok", "partition", found)
     for kind in kinds:
         nodes = int(stage_slurm(settings, kind).get("nodes", 1))
-        key = f"{kind}.slurm.nodes"
+        key = _key(kind, "nodes")
         if nodes < part.min_nodes:
             fix = f"{_without_ticks(kind)}{key}: {part.min_nodes}, or another partition"
             found = f"{part.name} takes no job of fewer than {part.min_nodes} nodes ({kind})"
@@ -107,9 +108,7 @@ def _without_ticks(kind: str) -> str:
 
 def judge_times(settings: Settings, site: Site) -> Iterator[Finding]:
     """Wall times against what partitions and the quality of service give."""
-    named_qos = {
-        str(stage_slurm(settings, kind).get("qos") or "") for kind in stage_kinds(settings)
-    }
+    named_qos = {str(stage_slurm(settings, kind).get("qos") or "") for kind in job_kinds(settings)}
     problems = find_too_long(settings, site.partitions)
     may_lift = may_lift_limits(named_qos - {""}, site.qos) if site.qos is not None else False
     for problem in problems:
@@ -121,7 +120,7 @@ def judge_times(settings: Settings, site: Site) -> Iterator[Finding]:
         yield _say(level, "wall time", found, problem.fix)
     if not problems:
         yield _say("ok", "wall time", _describe_times(settings, site))
-    for kind in stage_kinds(settings):
+    for kind in job_kinds(settings):
         yield from _judge_default_time(settings, site, kind)
         yield from _judge_qos_time(settings, site.qos, kind)
 
@@ -146,10 +145,10 @@ def _judge_default_time(settings: Settings, site: Site, kind: str) -> Iterator[F
         if limit_s is not None and limit_s <= 2 * signal_s:
             found = f"{kind} has none and gets {part.name}'s {format_limit(limit_s)}, of which the"
             found += f" last {signal_s} s are for stopping"
-            yield _say("bad", "wall time", found, f"set {kind}.slurm.time")
+            yield _say("bad", "wall time", found, f"set {_key(kind, 'time')}")
         elif limit_s is not None:
             found = f"{kind} has none and gets {part.name}'s {format_limit(limit_s)}"
-            yield _say("warn", "wall time", found, f"set {kind}.slurm.time")
+            yield _say("warn", "wall time", found, f"set {_key(kind, 'time')}")
 
 
 def _judge_qos_time(
@@ -163,14 +162,14 @@ def _judge_qos_time(
     if own is not None and own.max_wall_s is not None and (time_s or 0) > own.max_wall_s:
         found = f"{kind} asks for {format_limit(time_s or 0)}, and {name} gives"
         found += f" {format_limit(own.max_wall_s)}"
-        yield _say("bad", "wall time", found, f"lower {kind}.slurm.time")
+        yield _say("bad", "wall time", found, f"lower {_key(kind, 'time')}")
 
 
 def judge_gpus(settings: Settings, site: Site) -> Iterator[Finding]:
     """Whether GPUs can be asked for in this way, and so many on one node."""
     asks = {
         kind: gpu_count(stage_slurm(settings, kind).get("gpus_per_node"))
-        for kind in stage_kinds(settings)
+        for kind in job_kinds(settings)
     }
     select = site.word("SelectType")
     if any(asks.values()):
@@ -194,7 +193,7 @@ def _judge_gpu_nodes(settings: Settings, site: Site, kind: str, wanted: int) -> 
     most = max((group.gpus for group in groups), default=0)
     if wanted and groups and most < wanted:
         found = f"{kind} asks for {wanted} on a node, and nodes of {_list(sorted(names))} have"
-        yield _say("bad", "GPUs", f"{found} {most}", f"lower {kind}.slurm.gpus_per_node")
+        yield _say("bad", "GPUs", f"{found} {most}", f"lower {_key(kind, 'gpus_per_node')}")
 
 
 def judge_preemption(settings: Settings, site: Site) -> Iterator[Finding]:
@@ -283,7 +282,7 @@ def judge_limits(settings: Settings, site: Site) -> Iterator[Finding]:
     """How many jobs may be queued, against what the chain keeps there."""
     needs = count_queued(settings)
     names = {
-        str(stage_slurm(settings, kind).get("qos") or "normal") for kind in stage_kinds(settings)
+        str(stage_slurm(settings, kind).get("qos") or "normal") for kind in job_kinds(settings)
     }
     told = [entry.max_submit for entry in site.qos or () if entry.name in names]
     told += [limit.max_submit for limit in site.limits]
@@ -323,11 +322,16 @@ def judge_processes(site: Site) -> Iterator[Finding]:
 def _kinds_by_partition(settings: Settings) -> dict[str, list[str]]:
     """What each stage names as its partition -> the stages; empty for the default one."""
     found: dict[str, list[str]] = {}
-    for kind in stage_kinds(settings):
+    for kind in job_kinds(settings):
         if kind == "tick" and settings.submit_from == "login":
             continue
         found.setdefault(str(stage_slurm(settings, kind).get("partition") or ""), []).append(kind)
     return found
+
+
+def _key(kind: str, option: str) -> str:
+    """The setting by which jobs of a kind ask for an option."""
+    return ".".join((*section_of(kind), "slurm", option))
 
 
 def _list(names: list[str]) -> str:

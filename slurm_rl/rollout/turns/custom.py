@@ -4,6 +4,8 @@
 it, or a list of such samples (copies with tokens of their own). `args.session` is the handle on
 the engine, `args.begin()` a transcript that lays a sample out.
 
+It has `generate_timeout_s` of its own time: what the engine takes for its answers does not count.
+
 Owns the check of what comes back. What it refuses, it names with the function and the rule.
 """
 
@@ -23,7 +25,7 @@ from slurm_rl.rollout.samples import STATUSES, Sample
 from slurm_rl.rollout.turns.conversation import Conversation
 from slurm_rl.rollout.turns.session import ConversationCut
 from slurm_rl.rollout.turns.transcript import Transcript
-from slurm_rl.rollout.turns.user_code import call_user
+from slurm_rl.rollout.turns.user_code import as_coroutine, call_user
 from slurm_rl.rollout.user_errors import say_error, show_value
 from slurm_rl.rollout.user_imports import import_function
 
@@ -96,7 +98,7 @@ async def run_custom(conversation: Conversation, function: Function) -> list[Sam
     args.begin = conversation.open
     params = _sampling_params(conversation)
     try:
-        found = await call_user(function, args, given, params, field=_FIELD)
+        found = await _call(conversation, function, args, given, params)
     except ConversationCut:
         return []
     if conversation.session.aborted:
@@ -105,6 +107,20 @@ async def run_custom(conversation: Conversation, function: Function) -> list[Sam
     if not several:
         raise _refuse(function, "no samples", "return one with remove_sample = True")
     return [_take_back(sample, conversation, function) for sample in several]
+
+
+async def _call(conversation: Conversation, function: Function, *arguments: Any) -> Any:
+    """What the function returns; a plain one runs in a thread of its own."""
+    timeout_s = conversation.settings.rollout.generate_timeout_s
+    call = call_user(as_coroutine(function), *arguments, field=_FIELD)
+    try:
+        return await conversation.session.own_time.within(call, timeout_s=timeout_s)
+    except TimeoutError as error:
+        raise RewardError(
+            f"{_FIELD}: {describe(function)} took longer than rollout.generate_timeout_s ="
+            f" {timeout_s:g} s, the engine's answers not counted",
+            hint="mend it, or raise rollout.generate_timeout_s",
+        ) from error
 
 
 def _hand_over(conversation: Conversation) -> CustomSample:

@@ -7,7 +7,7 @@ conversation gets an adapter on the same object. `reasoning_gym` is built in.
 
 An object is made, and its plain methods are called, in one thread of its conversation's own. One
 whose plain method never comes back is closed in that thread if it ever does, and `close` is not
-called beside it.
+called beside it. One that is made when nobody waits for it any more is closed as it comes.
 
 Ends with `completed` where the environment says so; with `truncated` where turns or tokens ran
 out, or an observation would leave the model no room. The reward is the last that the
@@ -19,7 +19,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import logging
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -39,6 +41,8 @@ from slurm_rl.rollout.turns.user_code import as_coroutine, call_user
 from slurm_rl.rollout.turns.verifiers import VerifiersEnvironment, is_verifiers
 from slurm_rl.rollout.user_errors import say_error, show_value
 from slurm_rl.rollout.user_imports import TooLong, deadline, import_function
+
+log = logging.getLogger(__name__)
 
 _FIELD = "rollout.environment"
 _STEP = "return Step(observation, done, reward, info); the reward is a finite number or None"
@@ -69,12 +73,7 @@ def find_environment(settings: Settings, args: SimpleNamespace) -> Make:
     build = partial(_build, factory, args)
     spare = []
     if _is_plain_class(factory):
-        thread = OwnThread()
-        try:
-            spare.append(Seat(thread.wait(build, timeout_s=timeout_s), thread))
-        except TimeoutError as error:
-            thread.end()
-            raise _too_slow(factory, timeout_s) from error
+        spare.append(_make_first(factory, build, timeout_s))
     else:
         shared = _try_out(factory, build, timeout_s)
         if shared is not None:
@@ -84,16 +83,30 @@ def find_environment(settings: Settings, args: SimpleNamespace) -> Make:
         if spare:
             return spare.pop()
         thread = OwnThread()
+        building = thread.post(build)
         try:
             async with asyncio.timeout(timeout_s):
-                return Seat(await thread.call(build), thread)
+                return Seat(unpack(await asyncio.wrap_future(building)), thread)
         except BaseException as error:
-            thread.end()
+            _leave(thread, building)
             if isinstance(error, TimeoutError):
                 raise _too_slow(factory, timeout_s) from error
             raise
 
     return make
+
+
+def _make_first(factory: Callable[..., Any], build: Callable[[], Any], timeout_s: float) -> Seat:
+    """The first conversation's, while no loop runs yet."""
+    thread = OwnThread()
+    building = thread.post(build)
+    try:
+        return Seat(unpack(building.result(timeout_s)), thread)
+    except BaseException as error:
+        _leave(thread, building)
+        if isinstance(error, TimeoutError):
+            raise _too_slow(factory, timeout_s) from error
+        raise
 
 
 async def run_environment(conversation: Conversation, make: Make) -> list[Sample]:
@@ -239,6 +252,25 @@ def _check_plain(
             f"{_FIELD}: {describe(function)} gave what cannot be kept: {problem}",
             hint="give texts, finite numbers, lists and objects",
         ) from None
+
+
+def _leave(thread: OwnThread, building: Future[Any]) -> None:
+    """End the thread; what is still made there is closed, as nobody else will."""
+
+    def close_late() -> None:
+        made, error = (None, None) if building.cancelled() else building.result()
+        close = getattr(made, "close", None)
+        if error is not None or close is None:
+            return
+        try:
+            left = close()
+            if inspect.isawaitable(left):
+                asyncio.run(_finish(left))
+        except BaseException as problem:  # the user's code; nobody waits for it
+            log.warning("%s: %s raised %s", _FIELD, describe(close), say_error(problem))
+
+    thread.post(close_late)
+    thread.end()
 
 
 def _is_plain_class(factory: Callable[..., Any]) -> bool:

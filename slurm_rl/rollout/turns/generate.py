@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Converse = Callable[[Conversation], Awaitable[list[Sample]]]
-Generate = Callable[["PlannedGroup"], Awaitable[list[Sample]]]
+Generate = Callable[["PlannedGroup"], Awaitable[list[Sample] | GivenUp]]
 
 
 def make_generate(
@@ -121,7 +121,7 @@ class _Generator:
         self._converse = converse
         self._vocabulary = read_vocabulary(weights.path, tokenizer)
 
-    async def __call__(self, group: PlannedGroup) -> list[Sample]:
+    async def __call__(self, group: PlannedGroup) -> list[Sample] | GivenUp:
         numbers = range(len(group.request.seeds))
         try:
             conversations = await run_together(self._run_one(group, k) for k in numbers)
@@ -129,10 +129,8 @@ class _Generator:
             if self._settings.rollout.on_reward_error == "halt":
                 raise
             log.warning("a group is dropped: %s", error.message)
-            left = (self._open(group, k).given_up() for k in numbers)
-            return GivenUp(
-                (replace(sample, sample_index=i) for i, sample in enumerate(left)), error=error
-            )
+            left = (replace(self._open(group, k).given_up(), sample_index=k) for k in numbers)
+            return GivenUp(tuple(left), error.message)
         samples = [sample for samples in conversations for sample in samples]
         return [replace(sample, sample_index=i) for i, sample in enumerate(samples)]
 

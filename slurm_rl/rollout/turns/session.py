@@ -19,11 +19,12 @@ import xxhash
 
 from slurm_rl.errors import EngineError, RewardError, SlurmRlError
 from slurm_rl.rollout.engine import Completion, Engine, Request, Sampling, Weights
+from slurm_rl.rollout.turns.own_time import OwnTime
 from slurm_rl.seeds import derive_seed
 
 
 class ConversationCut(Exception):
-    """The engine has ended this conversation; whoever goes on asking gets this."""
+    """This conversation is over; whoever goes on asking gets this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class Session:
     """See the module. `name` is the engine's: requests under it go to one server.
 
     aborted: the engine cut a turn off. failure: the error that a call met, which no code of the
-    user's may hide. num_tokens: generated so far.
+    user's may hide. num_tokens: generated so far. own_time: of who asks, between the answers.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Session:
         self.aborted = False
         self.failure: SlurmRlError | None = None
         self.num_tokens = 0
+        self.own_time = OwnTime()
         self._engine = engine
         self._tokenizer = tokenizer
         self._weights = weights
@@ -112,11 +114,12 @@ class Session:
         """The model's next words after `tokens`; those of the prompt come first.
 
         Temperature and truncation are the rollout's: the trainer computes log-probs at them.
-        Raises EngineError; RewardError for tokens that are none; ConversationCut after an abort.
+        Raises EngineError; RewardError for tokens that are none; ConversationCut after an abort, or
+        after the code's deadline.
         """
         context = tuple(tokens)
         self._check_tokens(context)
-        if self.aborted:
+        if self.aborted or self.own_time.is_over:
             raise ConversationCut(self.name)
         room = self.room(context)
         if all(context[: len(p)] != p for p in self._prompts):
@@ -134,7 +137,8 @@ class Session:
             self._group_index, context, (self._draw_seed(context),), session=self.name
         )
         try:
-            completions = await self._engine.generate(request, sampling)
+            with self.own_time.stopped():
+                completions = await self._engine.generate(request, sampling)
             return self._accept(completions, limit=sampling.max_new_tokens)
         except SlurmRlError as error:
             self.failure = error

@@ -32,11 +32,6 @@ class OwnThread:
         value: T = unpack(await asyncio.wrap_future(self.post(function)))
         return value
 
-    def wait(self, function: Callable[[], T], *, timeout_s: float) -> T:
-        """The same where no loop runs. Raises TimeoutError; the function goes on."""
-        value: T = unpack(self.post(function).result(timeout_s))
-        return value
-
     def post(self, function: Callable[[], Any]) -> Future[_Outcome]:
         """Have it called after those before it, whether or not anybody waits; for `unpack`."""
         if self._last is None:

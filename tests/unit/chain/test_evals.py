@@ -68,7 +68,7 @@ def test_an_evaluation_stands_right_behind_what_made_its_weights(tmp_path: Path)
     graph = make_graph(tmp_path, a={})
     assert graph.parents(StageRef(0, "eval-a")) == {"weights": StageRef(0, "init")}
     assert graph.parents(StageRef(4, "eval-a")) == {"weights": StageRef(3, "train")}
-    assert graph.link_of(StageRef(4, "eval-a")) == Link(4, ("eval-a",))
+    assert graph.links_of(StageRef(4, "eval-a")) == (Link(4, ("eval-a",)),)
     assert graph.link_parents(Link(4, ("eval-a",))) == (Link(3, ("train",)),)
     assert graph.last_stage(3) == StageRef(3, "train")
     assert all(not link.anchor.is_eval for link in graph.links_from(0))

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from slurm_rl.chain.graph import Link
-from slurm_rl.chain.plan import is_tick, plan
+from slurm_rl.chain.plan import plan
+from slurm_rl.chain.plan_ticks import is_tick
 from slurm_rl.chain.scheduler import JobState, QueuedJob
 from slurm_rl.chain.view import (
     Cancel,
@@ -115,12 +116,6 @@ def test_a_job_that_the_queue_knows_to_be_over_needs_no_deadline() -> None:
     assert found == (Submit(R0, 2, ()),)
 
 
-def test_an_array_is_over_only_when_every_task_is() -> None:
-    links = seen(R0, (1, 5.0), shards=2)
-    queue = [job("r0-1", ENDED, "7_0", task=0), job("r0-1", RUNNING, "7_1", task=1)]
-    assert actions(view(links, queue=queue)) == ()
-
-
 def test_only_missing_shards_are_submitted_again() -> None:
     links = seen(R0, (1, 500.0), shards=3, committed=(1,))
     assert actions(view(links)) == (Submit(R0, 2, (), shards=(0, 2)),)
@@ -131,12 +126,6 @@ def test_the_job_that_looks_and_is_about_to_end_counts_for_nothing() -> None:
     assert actions(view(seen(R0, (1, 5.0)), queue=queue)) == ()
     own = ("r0-1", None)
     assert actions(view(seen(R0, (1, 5.0)), queue=queue, own=own)) == (Submit(R0, 2, ()),)
-
-
-def test_another_task_of_the_same_array_does_count() -> None:
-    links = seen(R0, (1, 5.0), shards=2)
-    queue = [job("r0-1", RUNNING, f"7_{i}", task=i) for i in (0, 1)]
-    assert actions(view(links, queue=queue, own=("r0-1", 0))) == ()
 
 
 # -- an unknown queue -----------------------------------------------------------------------------

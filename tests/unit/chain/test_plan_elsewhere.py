@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from slurm_rl.chain.graph import Link
-from slurm_rl.chain.plan import TICKS_WANTED, plan
+from slurm_rl.chain.plan import plan
+from slurm_rl.chain.plan_ticks import TICKS_WANTED
 from slurm_rl.chain.scheduler import JobState, QueuedJob
 from slurm_rl.chain.view import (
     Action,
@@ -93,14 +94,6 @@ def test_a_stage_without_a_fallback_waits_for_ever() -> None:
 @pytest.mark.parametrize("reason", ["BeginTime", "Dependency"])
 def test_a_job_whose_time_has_not_come_does_not_wait_for_a_place(reason: str) -> None:
     assert actions(waiting(1e6, 1e6, reason), fallbacks=AFTER) == ()
-
-
-def test_an_array_of_which_a_task_runs_stays() -> None:
-    tasks = [
-        job(R0, "r0-1", state, job_id=f"1_{n}", task=n, age_s=1e6, reason="Priority")
-        for n, state in enumerate([JobState.PENDING, JobState.RUNNING])
-    ]
-    assert actions(view(seen(R0, FIRST, ready_s=1e6), queue=tasks), fallbacks=AFTER) == ()
 
 
 def test_it_goes_once_and_its_retries_stay_there() -> None:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_rl.chain.graph import Link
-from slurm_rl.chain.plan import is_tick, plan
+from slurm_rl.chain.plan import plan
+from slurm_rl.chain.plan_ticks import is_tick
 from slurm_rl.chain.scheduler import JobState, QueuedJob
 from slurm_rl.chain.view import (
     MAX_EVALS,

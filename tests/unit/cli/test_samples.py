@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_rl.cli.eval import evaluate
+from slurm_rl.cli.gc import lease_iteration
 from slurm_rl.cli.samples import (
     Wanted,
     choose,
     export_samples,
+    find_samples,
     render_sample,
     render_tokens,
     render_versions,
@@ -29,6 +32,7 @@ from slurm_rl.cli.samples import (
 )
 from slurm_rl.cli.shell import find_stage
 from slurm_rl.cli.submit import make_run
+from slurm_rl.cli.verify import find_output, verify_run
 from slurm_rl.config.derive import settings_digest
 from slurm_rl.config.load import load_config
 from slurm_rl.config.schema import Settings
@@ -450,6 +454,39 @@ def test_eval_refuses_what_would_have_no_effect(committed: Committed) -> None:
         evaluate(committed.root, version=None, names=[], now=True, as_json=False)
     with pytest.raises(ConfigError, match="--json is of the list"):
         evaluate(committed.root, version=1, names=[], now=False, as_json=True)
+
+
+@pytest.mark.parametrize("number", [-1, 11])
+def test_a_number_that_the_run_will_never_have_is_refused_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    """Of versions there is one more than of iterations, the one that the run starts from."""
+    data = str(ROOT / "configs/data/quickstart.jsonl")
+    committed = Committed(tmp_path, eval={"aime": {"prompt_data": data}})
+    root, opened = committed.root, open_run(committed.root)
+    control = read_control(opened.run)
+    by_version: list[Callable[[int], object]] = [
+        lambda n: evaluate(root, version=n, names=[], now=False, as_json=False),
+        lambda n: find_stage(opened, control, n, "eval-aime", 0),
+        lambda n: find_samples(opened, control, "eval-aime", n),
+        lambda n: verify_run(root, iteration=n),
+    ]
+    by_iteration: list[Callable[[int], object]] = [
+        lambda n: find_stage(opened, control, n, "train", 0),
+        lambda n: find_samples(opened, control, "rollout", n),
+        lambda n: find_output(opened, control, "weights", n),
+        lambda n: lease_iteration(root, iteration=n, hours=1.0, why=""),
+    ]
+    for ask in by_version:
+        with pytest.raises(NoRunError, match=f"^version {number} is not one of 0 to 10$"):
+            ask(number)
+    for ask in by_iteration:
+        with pytest.raises(NoRunError, match=f"^iteration {number} is not one of 0 to 9$"):
+            ask(number)
+        with pytest.raises(NoRunError, match=r"^iteration 10 is not one of 0 to 9$"):
+            ask(10)
+    verify_run(root, iteration=10)
+    assert "0 commits" in capsys.readouterr().out
 
 
 def test_a_shell_of_an_evaluation_is_named_by_its_version(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,17 @@ def test_assignments_are_checked_as_in_a_file() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             change_settings(identity().settings, [wrong])
+
+
+@pytest.mark.parametrize("nothing", ["{}", "null"])
+def test_evaluations_of_a_run_are_taken_out(nothing: str) -> None:
+    before = {**identity().settings, "eval": {"a": {"prompt_data": "/d/a.jsonl"}}}
+    settings, values = change_settings(before, [f"eval={nothing}"])
+    assert settings.eval == {} and list(values) == ["eval"]
+    changed = Settings.model_validate_json(json.dumps(apply_changes(before, [values])))
+    assert changed == settings, "what is recorded is read alike"
+    again, _ = change_settings(apply_changes(before, [values]), ["eval.b.prompt_data=/d/b.jsonl"])
+    assert list(again.eval) == ["b"]
 
 
 def test_a_stage_reads_a_file_of_its_own_after_a_change(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ SLURM = {"launcher": "slurm"}
         ({"slurm__gres": ["a"]}, 'slurm.gres = ["a"] must be text, a number or true/false; change it'),
         ({**SLURM, "train__num_ranks": 4, "train__slurm": {"nodes": 1, "gpus_per_node": 8}}, "train.num_ranks = 4 is not the 1 × 8 GPUs that the train job asks for; take it out, or change nodes or gpus_per_node"),
         ({"rollout__array_throttle": 1}, "rollout.array_throttle = 1 has no effect with launcher: local, where there are no arrays; take it out"),
-        ({**SLURM, "rollout__shards": 4, "rollout__array_throttle": 4}, "rollout.array_throttle = 4 has no effect with rollout.shards = 4; lower it, or take it out"),
+        ({**SLURM, "rollout__shards": 4, "rollout__array_throttle": 4}, "rollout.array_throttle = 4 has no effect on arrays of 4 shard(s); lower it, or take it out"),
         ({"score__concurrency": 2}, "score.concurrency has no effect: there is no score stage; set score.enabled: true, or on_down: defer for a service"),
         ({"eval__aime": {"prompt_data": "/d", "interval": 9}}, "eval.aime.interval = 9 is more than num_rollout = 3: no version is a multiple; lower it, or take it out: the last version is evaluated anyway"),
         ({"eval__aime": {"prompt_data": "/d", "slurm": {"partiton": "a"}}}, 'eval.aime.slurm.partiton = "a" is not an option of sbatch; did you mean partition?'),

@@ -112,6 +112,37 @@ def test_relative_paths_are_relative_to_the_file_that_holds_them(
     assert settings.sbatch_template == f"{tmp_path}/cwd/job.sh"
 
 
+@pytest.mark.parametrize("nothing", ["{}", "null", ""])
+def test_entries_by_name_are_taken_out_by_set(load: Load, nothing: str) -> None:
+    values = {"eval": {"a": {"prompt_data": "/d/a.jsonl"}}, "env": {"X": "1"}}
+    assert list(load(**values).eval) == ["a"]
+    settings = load(f"eval={nothing}", **values)
+    assert (settings.eval, settings.env) == ({}, {"X": "1"})
+    assert load(f"env={nothing}", **values).env == {}
+    again = load(f"eval={nothing}", "eval.b.prompt_data=/d/b.jsonl", **values)
+    assert list(again.eval) == ["b"]
+
+
+def test_null_in_a_file_is_no_entries_and_no_section(write: Write, changed: Changed) -> None:
+    data = changed()
+    data |= {"eval": None, "services": None, "rollout": {**data["rollout"], "sglang": None}}
+    settings = load_settings(write(data))
+    assert (settings.eval, settings.services, settings.rollout.sglang) == ({}, {}, {})
+    with pytest.raises(ConfigError, match="chain = null must be a section"):
+        load_settings(write({**data, "chain": None}))
+
+
+def test_an_empty_section_in_the_runs_file_takes_nothing_from_the_sites(
+    write: Write, changed: Changed
+) -> None:
+    write({"env": {"X": "1"}, "slurm": {"partition": "p"}}, "site.yaml")
+    path = write(changed(site="site.yaml", env={}, slurm={}))
+    settings = load_settings(path)
+    assert (settings.env, settings.slurm.partition) == ({"X": "1"}, "p")
+    settings = load_settings(path, ["env={}", "slurm={}"])
+    assert (settings.env, settings.slurm.partition) == ({}, None)
+
+
 def test_variables_are_expanded_in_paths_and_nowhere_else(
     load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:

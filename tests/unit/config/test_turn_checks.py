@@ -71,6 +71,11 @@ CHAT = {"rollout__apply_chat_template": True}
             "rollout.max_turns = 3 has no effect without tools or environment; take it out",
         ),
         (
+            {"rollout__environment": "a.B", "rollout__generate_timeout_s": 9.0},
+            "rollout.generate_timeout_s = 9.0 has no effect without custom_generate_function_path;"
+            " take it out",
+        ),
+        (
             {"rollout__environment": "a.B", "rollout__max_tool_output_len": 3},
             "rollout.max_tool_output_len = 3 has no effect without tools; take it out",
         ),
@@ -108,6 +113,7 @@ def test_settings_that_cannot_be(
             "rollout__custom_generate_function_path": "a.b",
             "rollout__max_turns": 2,
             "rollout__max_tool_output_len": 9,
+            "rollout__generate_timeout_s": 9.0,
         },
     ],
 )

@@ -129,6 +129,29 @@ def test_throttled_shards_go_to_their_fallback_like_others() -> None:
     assert (elsewhere["array"], elsewhere["partition"]) == ("0-2,5%2", "spot")
 
 
+def test_a_pool_asks_for_its_own_and_goes_to_its_own_fallback() -> None:
+    pools = {
+        "fixed": {"shards": 6, "slurm": {"partition": "main"}},
+        "spot": {
+            "shards": 2,
+            "slurm": {
+                "gpus_per_node": "h100:8",
+                "fallback": {"after": "01:00:00", "partition": "main", "qos": "long"},
+            },
+        },
+    }
+    rollout = {**CLUSTER["rollout"], "pools": pools}
+    spot = dataclasses.replace(ROLLOUT, pool="spot", shards=(6, 7))
+    options = plan_options(settings(rollout=rollout), spot)
+    wanted = ("preempt", "6-7", "gpu:h100:8", 16)
+    names = ("partition", "array", "gres", "cpus_per_task")
+    assert tuple(options[name] for name in names) == wanted
+    gone = plan_options(settings(rollout=rollout), dataclasses.replace(spot, fallback=True))
+    assert (gone["partition"], gone["qos"]) == ("main", "long")
+    fixed = dataclasses.replace(ROLLOUT, pool="fixed", shards=(0, 1), fallback=True)
+    assert plan_options(settings(rollout=rollout), fixed)["partition"] == "main"
+
+
 def test_unset_and_false_options_are_left_out() -> None:
     options = plan_options(settings(slurm={"qos": None, "exclusive": False}), TRAIN)
     assert "qos" not in options

@@ -17,6 +17,7 @@ from slurm_rl.rollout.carry import read_carried, write_carried
 from slurm_rl.rollout.closing import Close, desk_of, find_desk
 from slurm_rl.rollout.engine import Weights
 from slurm_rl.rollout.filters import keep_nonzero_std
+from slurm_rl.rollout.grading import GivenUp
 from slurm_rl.rollout.groups import Finisher
 from slurm_rl.rollout.journal import parse_head, parse_samples, render_line
 from slurm_rl.rollout.ledger import Decision
@@ -275,6 +276,32 @@ def test_what_failed_is_counted_without_its_message(folder, plain):
     shard = asyncio.run(Shard(folder(), plain, grade=grade).run())
     assert shard.close.decision.reasons == {"reward failed": shard.close.decision.num_dropped}
     assert shard.close.decision.num_dropped >= 4
+
+
+def test_a_group_that_was_given_up_is_dropped_without_its_message(folder, plain):
+    class Drops(Shard):
+        async def run(self):
+            self.engine.start(self.weights)
+            generate = SingleTurn(self.engine, Finisher(self.weights, Text()))
+
+            async def or_not(group):
+                samples = await generate(group)
+                if group.group_index % 3:
+                    return samples
+                failed = (replace(sample, status="failed") for sample in samples)
+                return GivenUp(tuple(failed), f"{folder()}/code.py:3 raised <x at 0x7f>")
+
+            self.outcome = await self.pipeline.run(
+                self.engine, or_not, by_length, journal_path=self.folder / JOURNAL_NAME
+            )
+            self.close = self.outcome.close
+            return self
+
+    shard = asyncio.run(Drops(folder(), plain).run())
+    decision = shard.close.decision
+    assert decision.reasons == {"generation failed": decision.num_dropped}
+    assert decision.num_dropped >= 4
+    assert all(sample.group_index % 3 for sample in everything([shard]))
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

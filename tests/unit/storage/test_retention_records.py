@@ -14,9 +14,11 @@ from slurm_rl.storage.commits import file_path, read_commit
 from slurm_rl.storage.records import find_records, fold_records, records_of
 from slurm_rl.storage.rundir import RunDir
 
+POOLS = {"fixed": {"shards": 1}, "spot": {"shards": 1}}
 
-def make_yard(folder: Path) -> Yard:
-    yard = Yard(folder, changes={"shards": 2})
+
+def make_yard(folder: Path, **changes: object) -> Yard:
+    yard = Yard(folder, changes=changes or {"shards": 2})
     yard.commit_until(2)
     return yard
 
@@ -42,8 +44,11 @@ def read_tars(run: RunDir) -> dict[str, bytes]:
     return found
 
 
-def test_every_record_is_in_the_tar_byte_by_byte(tmp_path: Path) -> None:
-    yard = make_yard(tmp_path)
+@pytest.mark.parametrize("changes", [{"shards": 2}, {"pools": POOLS}], ids=["array", "pools"])
+def test_every_record_is_in_the_tar_byte_by_byte(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
+    yard = make_yard(tmp_path, **changes)
     committed = committed_files(yard)
     root = yard.run.iteration_dir(1)
     (root / "logs" / "train.0001.log").write_bytes(bytes(range(256)) * 100)
@@ -74,6 +79,8 @@ def test_every_record_is_in_the_tar_byte_by_byte(tmp_path: Path) -> None:
         for stage in ("rollout.t0", "rollout.t0/shard-0000", "rollout.t0/shard-0001", "train.t0")
     }
     assert after.keys() == kept | commits
+    folders = {path.name for path in (root / "rollout.t0").iterdir() if path.is_dir()}
+    assert folders == {"shard-0000", "shard-0001"}, "what is empty goes"
 
 
 def test_what_comes_late_goes_into_the_next_number(tmp_path: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
 
 from slurm_rl.errors import EngineError, RewardError, Stopped
-from slurm_rl.rollout.grading import grade_open
+from slurm_rl.rollout.grading import GivenUp, grade_open
 from slurm_rl.rollout.journal import render_line
 from slurm_rl.rollout.samples import Sample
 from slurm_rl.rollout.turns import make_generate
@@ -296,13 +297,14 @@ def test_a_function_that_fails_follows_on_reward_error(run, make_group, line: st
     with pytest.raises(RewardError):
         run(changed(f"if sample.index == 1: {line}"))
     body = changed(f"if sample.index == 1:\n        {line}")
-    samples = run(body, group=make_group(num=2, index=7), on_reward_error="drop")
+    given_up = run(body, group=make_group(num=2, index=7), on_reward_error="drop")
+    assert isinstance(given_up, GivenUp)
 
     async def grade(samples: Any) -> Any:
         raise AssertionError("what was given up is not graded")
 
-    graded = asyncio.run(grade_open(samples, grade))
-    assert graded.outcome == "dropped" and graded.why
+    graded = asyncio.run(grade_open(given_up, grade))
+    assert (graded.outcome, graded.why) == ("dropped", given_up.why) and given_up.why
     assert [(s.group_index, s.sample_index, s.status) for s in graded.samples] == [
         (7, 0, "failed"),
         (7, 1, "failed"),
@@ -328,3 +330,77 @@ def test_a_signal_that_stops_us_goes_through(run) -> None:  # type: ignore[no-un
     """It may arrive while the user's code runs; that is not the user's fault."""
     with pytest.raises(Stopped):
         run(changed("from slurm_rl.errors import Stopped; raise Stopped(15)"))
+
+
+HANGS = {
+    "a coroutine": "    await asyncio.sleep(3600)",
+    "in a thread": "    await asyncio.to_thread(time.sleep, 2)",
+    "after a turn": "    await args.session.generate(sample.tokens)\n    await asyncio.sleep(3600)",
+    "that hides why": (
+        "    for _ in range(2):\n        try:\n            await asyncio.sleep(2)\n"
+        "        except BaseException:\n            pass"
+    ),
+}
+
+
+@pytest.mark.parametrize("body", [pytest.param(body, id=name) for name, body in HANGS.items()])
+def test_a_function_that_hangs_has_a_deadline(run, make_group, body: str) -> None:  # type: ignore[no-untyped-def]
+    text = f"import asyncio, time\n\nasync def generate(args, sample, sampling_params):\n{body}\n"
+    problem = (
+        r"^rollout.custom_generate_function_path: generate \(.*:3\) took longer than"
+        r" rollout.generate_timeout_s = 0.3 s, the engine's answers not counted;"
+        r" mend it, or raise rollout.generate_timeout_s$"
+    )
+    began = time.monotonic()
+    with pytest.raises(RewardError, match=problem):
+        run(text, generate_timeout_s=0.3)
+    assert time.monotonic() - began < 10
+    given_up = run(text, generate_timeout_s=0.3, on_reward_error="drop")
+    assert {sample.status for sample in given_up.samples} == {"failed"}
+    assert "took longer than" in given_up.why
+
+
+def test_a_plain_function_that_hangs_holds_nobody(run) -> None:  # type: ignore[no-untyped-def]
+    text = "import time\n\ndef generate(args, sample, sampling_params):\n    time.sleep(3600)\n"
+    began = time.monotonic()
+    with pytest.raises(RewardError, match=r"took longer than rollout.generate_timeout_s = 0.3 s"):
+        run(text, generate_timeout_s=0.3)
+    assert time.monotonic() - began < 10
+
+
+def test_a_plain_function_may_give_a_sample_or_a_coroutine(run) -> None:  # type: ignore[no-untyped-def]
+    body = BY_TRANSCRIPT.replace("generate(args", "speak(args")
+    body += "\ndef generate(args, sample, params):\n    return speak(args, sample, params)\n"
+    assert run(body) == run(BY_TRANSCRIPT)
+    plain = "def generate(args, sample, params):\n    sample.status = 'failed'\n    return sample\n"
+    assert {sample.status for sample in run(plain)} == {"failed"}
+
+
+def test_the_engines_time_is_not_the_functions(run) -> None:  # type: ignore[no-untyped-def]
+    """Neither of one answer nor of several at once; all that lies between them is counted."""
+
+    async def say(session: str, turn: int, request: Any) -> str:
+        await asyncio.sleep(0.5 + 0.2 * (len(request.prompt_tokens) % 2))
+        return "one"
+
+    ask = (
+        "    await asyncio.gather(*(args.session.generate(sample.tokens + t)"
+        " for t in ([1], [1, 2])))\n    await asyncio.sleep({})\n"
+    )
+    text = "import asyncio\n\nasync def generate(args, sample, sampling_params):\n{}{}{}"
+    left = "    sample.status = 'failed'\n    return sample\n"
+    short, long = (text.format(ask.format(s), ask.format(s), left) for s in (0.0, 0.25))
+    assert {sample.status for sample in run(short, say=say, generate_timeout_s=0.4)} == {"failed"}
+    with pytest.raises(RewardError, match=r"took longer than rollout.generate_timeout_s = 0.4 s"):
+        run(long, say=say, generate_timeout_s=0.4)
+
+
+def test_one_that_goes_on_after_its_deadline_gets_no_answers(run) -> None:  # type: ignore[no-untyped-def]
+    text = (
+        "import asyncio\n\nasync def generate(args, sample, sampling_params):\n"
+        "    try:\n        await asyncio.sleep(3600)\n    except BaseException:\n        pass\n"
+        "    while True:\n        await args.session.generate(sample.tokens)\n"
+    )
+    with pytest.raises(RewardError, match="took longer"):
+        run(text, generate_timeout_s=0.3)
+    assert not run.engine.asked

@@ -541,7 +541,9 @@ def test_what_it_writes_into_its_row_stays_there(run, make_group) -> None:  # ty
 
 
 def test_one_that_fails_has_its_group_dropped(run) -> None:  # type: ignore[no-untyped-def]
-    assert run("Info", ["5"], text=ODD, on_reward_error="drop").status == "failed"
+    given_up = run.all("Info", ["5"], text=ODD, on_reward_error="drop")
+    assert [sample.status for sample in given_up.samples] == ["failed"]
+    assert "Info.step" in given_up.why
 
 
 def test_what_a_function_made_at_first_is_closed_by_a_coroutine_too(run) -> None:  # type: ignore[no-untyped-def]
@@ -571,3 +573,62 @@ def test_verifiers_are_made_in_the_main_thread(run) -> None:  # type: ignore[no-
     text += "    made.append(threading.current_thread())\n    return New()\n"
     run("load", ["5", "7"], text=text)
     assert __import__(run.module).made == [threading.main_thread()]
+
+
+LATE = """
+import threading, time
+from slurm_rl.rollout.turns import Step
+
+made, closed = [], []
+
+
+class Late:
+    def __init__(self):
+        made.append(threading.current_thread())
+        if len(made) >= FIRST:
+            time.sleep(1.0)
+
+    async def reset(self, prompt, seed):
+        return None
+
+    async def step(self, response):
+        return Step("go on", done=response == "7")
+
+    def close(self):
+        closed.append(threading.current_thread())
+
+
+class LateAsync(Late):
+    async def close(self):
+        super().close()
+
+
+class LateAndBroken(Late):
+    def close(self):
+        super().close()
+        raise SystemExit("no way")
+"""
+
+
+@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("name", ["Late", "LateAsync", "LateAndBroken"])
+def test_one_that_is_made_too_late_is_closed_as_it_comes(  # type: ignore[no-untyped-def]
+    run, make_group, caplog, name: str, first: int
+) -> None:
+    """The one that is tried at the start, and those of later conversations."""
+    with pytest.raises(RewardError, match=rf"{name} gave no answer within .* = 0.3 s|no way"):
+        run.all(
+            name,
+            ["7"],
+            text=LATE.replace("FIRST", str(first)),
+            group=make_group("guess", num=3),
+            reward_timeout_s=0.3,
+        )
+    module = __import__(run.module)
+    for thread in module.made:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert len(module.closed) == len(module.made) >= first
+    assert set(module.closed) >= set(module.made[first - 1 :]), "each in its own thread"
+    told = [record.message for record in caplog.records if "no way" in record.message]
+    assert bool(told) == (name == "LateAndBroken")
