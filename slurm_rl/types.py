@@ -17,6 +17,8 @@ STAGE_ORDER = ("init", "rollout", "score", "reference", "teacher", "critic", "tr
 _ORDER = {kind: number for number, kind in enumerate(STAGE_ORDER)}
 #: A rollout's finished groups; in the attempt directory.
 JOURNAL_NAME = "journal.jsonl"
+#: Begins the name of the decision which groups make a rollout's batch; in the stage's directory.
+DECISION_PREFIX = "CLOSE-"
 #: Patterns of what a stage keeps of work that a kill must not cost; in the attempt directory.
 KEPT = (JOURNAL_NAME, "partial-*.json")
 #: Format of the run directory. A directory with a larger number is refused.

@@ -55,13 +55,16 @@ from slurm_rl.types import Slot
 
 logger = logging.getLogger(__name__)
 
-#: How often an advance begins again because people change the run under its hands.
+#: How often an advance looks again because people or others change the run under its hands.
 _NUM_LOOKS = 5
 
 
-class _ChangedError(Exception):
-    """Paused, halted, rewound, changed or moved on since we looked: what was planned is of
-    yesterday."""
+class _ControlChangedError(Exception):
+    """Paused, halted, rewound or changed since we looked: what was planned is of yesterday."""
+
+
+class _TakenError(Exception):
+    """The submission is somebody else's, and perhaps for other shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ class Chain:
 
     clock:  seconds by the clock of the run's file system, or by this machine's if it does not say.
     exact_clock: the first, or an error: ages of intents are measured with one clock or not at all.
-    asks:   stage kind -> what its jobs leave to be learnt from the run.
+    asks:   kind of job -> what such jobs leave to be learnt from the run.
     may_submit: whether this process may submit jobs: on some sites only login nodes may.
     renew:  the same, with the settings and the owner of now: a job outlives changes of both.
     """
@@ -108,6 +111,7 @@ class Outcome:
 
     is_blind: the scheduler did not answer when it was asked for the queue.
     is_stale: control changed before all was done; what is left was planned from the old one.
+    goes_on:  another look would do more at once.
     """
 
     plan: Plan
@@ -115,6 +119,7 @@ class Outcome:
     errors: tuple[SlurmRlError | OSError, ...] = ()
     is_blind: bool = False
     is_stale: bool = False
+    goes_on: bool = False
 
     @property
     def is_settled(self) -> bool:
@@ -127,15 +132,15 @@ def advance(chain: Chain, *, own: tuple[str, int | None] | None = None) -> Outco
 
     `own` is the calling job if it is about to end. A submission that fails is left to a later
     advance; the links behind it are not submitted, since nothing would wake them, but ticks are:
-    that later advance may be theirs. Where control changes meanwhile it looks again: it may be
-    the last that does. Raises CorruptError, after halting the run, if something committed is
-    damaged.
+    that later advance may be theirs. Where control changes meanwhile, or others submit too, it
+    looks again: it may be the last that does. Raises CorruptError, after halting the run, if
+    something committed is damaged.
     """
     job_ids: list[str] = []
     for _ in range(_NUM_LOOKS):
         outcome = _advance_once(chain if chain.renew is None else chain.renew(), own)
         job_ids += outcome.job_ids
-        if not outcome.is_stale:
+        if not outcome.is_stale and not outcome.goes_on:
             break
     return dataclasses.replace(outcome, job_ids=tuple(job_ids))
 
@@ -150,7 +155,7 @@ def _advance_once(chain: Chain, own: tuple[str, int | None] | None) -> Outcome:
     planned = plan(chain.spec, view)
     job_ids: dict[Link, str] = {}
     errors: list[SlurmRlError | OSError] = []
-    is_stale = False
+    is_stale, goes_on = False, planned.goes_on and chain.may_submit
     for action in planned.actions:
         if isinstance(action, Submit | SubmitTick) and not chain.may_submit:
             continue
@@ -161,13 +166,15 @@ def _advance_once(chain: Chain, own: tuple[str, int | None] | None) -> Outcome:
         except (SchedulerError, StorageError, OSError) as error:
             logger.warning("%s: %s; left to a later advance", type(action).__name__, error)
             errors.append(error)
-        except _ChangedError:
+        except _ControlChangedError:
             is_stale = True
             break
+        except _TakenError:
+            goes_on = True
     for reason in planned.waiting:
         logger.info("waiting: %s", reason)
     is_blind = view.queue is None
-    return Outcome(planned, tuple(job_ids.values()), tuple(errors), is_blind, is_stale)
+    return Outcome(planned, tuple(job_ids.values()), tuple(errors), is_blind, is_stale, goes_on)
 
 
 def _cancel_pending(chain: Chain, own: tuple[str, int | None] | None) -> None:
@@ -211,7 +218,7 @@ def _observe(chain: Chain, own: tuple[str, int | None] | None, *, now: float) ->
 def _carry_out(chain: Chain, control: Control, action: Action, job_ids: dict[Link, str]) -> None:
     """One action. A link whose parent could not be submitted is left out: it would wake at once."""
     if isinstance(action, Submit | SubmitTick | GiveUp) and read_control(chain.run) != control:
-        raise _ChangedError
+        raise _ControlChangedError
     match action:
         case Submit() if _has_all(action.after, job_ids):
             _submit_link(chain, control, action, job_ids)
@@ -260,7 +267,7 @@ def _submit_link(chain: Chain, control: Control, action: Submit, job_ids: dict[L
     if not publish_intent(run, folder, intent):
         logger.info("%s: submission %d is somebody else's", link, action.number)
         if action.shards:
-            raise _ChangedError  # perhaps it is for other shards
+            raise _TakenError
         return
     run.fs.mkdir(run.logs_dir(link.iteration))
     wall = _learn_wall(chain, control, link)

@@ -42,15 +42,20 @@ class Duration:
 
 
 def read_durations(
-    run: RunDir, graph: Graph, control: Control, kind: str, *, before: int
+    run: RunDir, graph: Graph, control: Control, kind: str, *, before: int, pool: str = ""
 ) -> list[Duration]:
-    """Of the last committed stages of `kind`, those of iterations below `before`, newest first."""
+    """Of the last committed stages of `kind`, those of iterations below `before`, newest first; of
+    a pool's shards the one that took longest."""
     found = []
     for ref in graph.earlier(kind, before=before, most=WINDOW):
-        commit = read_commit(run, Slot(ref.iteration, kind, control.timeline_of(ref)))
-        duration = None if commit is None else parse_duration(commit.provenance)
-        if duration is not None:
-            found.append(duration)
+        slots = [Slot(ref.iteration, kind, control.timeline_of(ref))]
+        if pool:
+            slots = link_slots(graph, control, Link(ref.iteration, (kind,), pool))
+        commits = [commit for slot in slots if (commit := read_commit(run, slot)) is not None]
+        durations = [parse_duration(commit.provenance) for commit in commits]
+        known = [duration for duration in durations if duration is not None]
+        if known:
+            found.append(max(known, key=lambda duration: duration.work_s))
     return found
 
 
@@ -72,7 +77,10 @@ def learn_wall_time(
     longest_s: the most that may be asked for (the partition's limit), None: not known.
     tries: attempts that the time limit ended; each asks for half as much again.
     """
-    past = [read_durations(run, graph, control, kind, before=link.iteration) for kind in link.kinds]
+    past = [
+        read_durations(run, graph, control, kind, before=link.iteration, pool=link.pool)
+        for kind in link.kinds
+    ]
     if link.iteration == 0 or any(len(durations) < _FEWEST for durations in past):
         return WallTime(None if longest_s is None else int(longest_s))
     return plan_wall_time(past, longest_s=longest_s, tries=tries)

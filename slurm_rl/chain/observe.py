@@ -253,11 +253,12 @@ def _view_link(scene: _Scene, link: Link, intents: list[Intent]) -> tuple[LinkVi
         commit = scene.read(ref)
         conflict = conflict or _find_conflict(scene, ref, commit)
         slots += _view_stage(scene, link, ref, commit)
+    missing = tuple(s.shard for s in slots if s.shard is not None and not s.committed)
     view = LinkView(
         link,
         intents=tuple((intent, scene.now - intent.created) for intent in intents),
         slots=tuple(slots),
-        num_lost=_count_lost(scene, link, intents),
+        num_lost=_count_lost(scene, link, intents, missing),
         waits_for=scene.graph.link_parents(link),
         ready_s=_read_ready(scene, link) if scene.spec.fallbacks else None,
     )
@@ -287,17 +288,28 @@ def _view_stage(scene: _Scene, link: Link, ref: StageRef, commit: Commit | None)
     return [view_slot(run, control, slot, scene.queue, scene.now, scene.spec) for slot in slots]
 
 
-def _count_lost(scene: _Scene, link: Link, intents: list[Intent]) -> int:
-    """Jobs of a link that never got as far as looking for work, and are not in the queue.
+def _count_lost(scene: _Scene, link: Link, intents: list[Intent], missing: tuple[int, ...]) -> int:
+    """Jobs of a link that never got as far as looking for work, and are not in the queue; of an
+    array, for the shard that has most of them.
 
-    0 while the scheduler does not answer: absence says nothing then.
+    0 while the scheduler does not answer: absence says nothing then. One whose place a job of the
+    fallback took was cancelled by us.
     """
     if scene.queue is None or len(intents) < 2:
         return 0
     forgiven = dict(scene.control.forgiven).get(str(link), 0)
     silent = read_silent(scene.run, link_folder(scene.run, scene.control, link))
     live = {job.token for job in scene.queue if job.state is not JobState.ENDED}
-    return sum(i.number > forgiven and i.number in silent and i.token not in live for i in intents)
+    lost = [0]
+    for shard in missing or (None,):
+        ours = [i for i in intents if shard is None or not i.shards or shard in i.shards]
+        gone = max((i.number for i in ours if i.fallback), default=0)
+        silent_ones = (i for i in ours if i.number in silent and i.token not in live)
+        counted = (
+            i for i in silent_ones if i.number > forgiven and (i.fallback or i.number > gone)
+        )
+        lost.append(len(list(counted)))
+    return max(lost)
 
 
 def _read_ready(scene: _Scene, link: Link) -> float | None:

@@ -10,15 +10,21 @@ number is submitted. A duplicate job is harmless, since a slot takes one claim a
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from slurm_rl.chain.graph import Link
 from slurm_rl.chain.halts import find_halt
 from slurm_rl.chain.outages import deferred_for, describe_outage
 from slurm_rl.chain.plan_evals import links_in_turn, plan_giving_up
+from slurm_rl.chain.plan_shards import (
+    choose_part,
+    find_bad_nodes,
+    find_late,
+    jobs_of,
+    went_elsewhere,
+    without_job,
+)
 from slurm_rl.chain.plan_ticks import TICKS_WANTED, missing_ticks, plan_ticks
 from slurm_rl.chain.scheduler import JobState, QueuedJob
 from slurm_rl.chain.view import (
@@ -33,13 +39,7 @@ from slurm_rl.chain.view import (
     Submit,
     View,
 )
-from slurm_rl.storage.intents import Intent
 from slurm_rl.types import StageRef
-
-#: Reasons of a pending job that has not begun to wait for its place yet.
-_NOT_YET = ("BeginTime", "Dependency", "JobArrayTaskLimit")
-#: More nodes than these are not stayed away from: then it is not the nodes.
-_MOST_EXCLUDED = 8
 
 
 @dataclass
@@ -48,6 +48,7 @@ class _Draft:
 
     have: link -> the ids of its live jobs, and itself if one is being submitted.
     last: what comes after all else; leaving: ids of jobs that end with it.
+    goes_on: another look would plan more at once.
     """
 
     actions: list[Action] = field(default_factory=list)
@@ -56,6 +57,7 @@ class _Draft:
     last: list[Action] = field(default_factory=list)
     leaving: set[str] = field(default_factory=set)
     room: int = 0
+    goes_on: bool = False
 
     def jobs_of(self, links: list[Link]) -> tuple[str | Link, ...]:
         """What to wait for, to wake when all of `links` have ended."""
@@ -80,7 +82,7 @@ def plan(spec: Spec, view: View) -> Plan:
     _plan_window(spec, view, draft)
     _plan_strays(spec, view, draft)
     ticks, lacks_tick = plan_ticks(spec, view, room=_submit_room(spec, view))
-    return Plan((*draft.actions, *ticks), tuple(draft.waiting), lacks_tick)
+    return Plan((*draft.actions, *ticks), tuple(draft.waiting), lacks_tick, draft.goes_on)
 
 
 def _plan_window(spec: Spec, view: View, draft: _Draft) -> None:
@@ -98,80 +100,52 @@ def _plan_window(spec: Spec, view: View, draft: _Draft) -> None:
         if live:
             _plan_dependency(view, live, parents, draft)
             draft.have[seen.link] = tuple(dict.fromkeys(job.base_id for job in live))
-        bare = _without_job(seen, live)
+        bare = without_job(seen, live)
         if bare.open_slots or not live:
             _plan_submission(spec, view, bare, parents, draft)
         else:
-            _plan_fallback(spec, view, seen, live, draft)
+            _plan_fallback(spec, seen, live, draft)
     draft.actions += draft.last
-
-
-def _without_job(seen: LinkView, live: list[QueuedJob]) -> LinkView:
-    """What no live job stands for: of an array, shards whose tasks have ended without a commit."""
-    if not live:
-        return seen
-    tasks = {job.task for job in live}
-    bare = {shard for shard in seen.missing_shards if shard not in tasks and None not in tasks}
-    slots = (s for s in seen.slots if s.shard is None or s.shard in bare)
-    return dataclasses.replace(seen, slots=tuple(slots) if bare else ())
 
 
 def _plan_submission(
     spec: Spec, view: View, seen: LinkView, parents: list[Link], draft: _Draft
 ) -> None:
     """Submit a link, or shards of it, that no live job stands for, or say why not yet."""
-    held = [job for job in _jobs_of_shards(view.jobs_of(seen), seen) if job.state is JobState.HELD]
+    held = [job for job in jobs_of(seen, view.jobs_of(seen)) if job.state is JobState.HELD]
     if held:
         ids = tuple(sorted(job.job_id for job in held))
         draft.waiting.append(f"{held[0].name} ({ids[0]}) is held: {held[0].reason}")
         draft.actions.append(Cancel(ids, "held; replaced"))
-    number, reason = _next_submission(spec, seen, view, bool(held))
-    num_tasks = max(1, len(seen.missing_shards))
+    part, reason, has_more = choose_part(spec, view, seen, held)
+    num_tasks = 0 if part is None else max(1, len(part.missing_shards))
     must_leave = missing_ticks(spec, view) if parents or seen.is_eval else 0
-    if number and num_tasks > draft.room - must_leave:
-        number, reason = 0, "the submit limit is reached; deferred"
-    if number and not all(draft.have.get(link) for link in parents):
+    if num_tasks > draft.room - must_leave:
+        part, reason = None, "the submit limit is reached; deferred"
+    if part is not None and not all(draft.have.get(link) for link in parents):
         # A link without a live parent would wake at once.
-        number, reason = 0, "its parent has no job yet"
-    if not number:
+        part, reason = None, "its parent has no job yet"
+    if reason:
         draft.waiting.append(f"{seen.link}: {reason}")
+    if part is None:
         return
     draft.actions.append(
         Submit(
             seen.link,
-            number,
+            1 + max((intent.number for intent, _ in seen.intents), default=0),
             draft.jobs_of(parents),
-            seen.missing_shards,
-            _retry_delay(spec, seen),
-            _find_bad_nodes(seen, view),
-            _went_elsewhere(seen),
+            part.missing_shards,
+            _retry_delay(spec, part),
+            find_bad_nodes(part, view),
+            went_elsewhere(part),
         )
     )
+    draft.goes_on |= has_more
     draft.room -= num_tasks
     draft.have[seen.link] = (*draft.have.get(seen.link, ()), seen.link)
-    if any(slot.num_deferrals for slot in seen.open_slots):
+    if any(slot.num_deferrals for slot in part.open_slots):
         # Those behind it keep their places in the queue: woken, they would hold nodes for nothing.
         draft.leaving |= {job.base_id for job in view.queue or () if view.is_own(job)}
-
-
-def _next_submission(spec: Spec, seen: LinkView, view: View, replace_held: bool) -> tuple[int, str]:
-    """Number of the submission to make for a link that no live job stands for, or why not yet."""
-    if not seen.intents:
-        return 1, ""
-    number = seen.intents[-1][0].number + 1
-    if view.queue is None:
-        return 0, "the scheduler does not answer"
-    last = next((pair for pair in reversed(seen.intents) if _covers(pair[0], seen)), None)
-    if last is None:
-        return number, ""
-    intent, age_s = last
-    # One of the future was dated by a clock that was set back since: its age says nothing.
-    if replace_held or abs(age_s) >= spec.submit_deadline_s:
-        return number, ""
-    if _has_ended(intent, seen, view):
-        return number, ""
-    left = spec.submit_deadline_s - age_s
-    return 0, f"submission {intent.number} is not in the queue; sure in {left:.0f} s"
 
 
 def _retry_delay(spec: Spec, seen: LinkView) -> float | None:
@@ -186,55 +160,15 @@ def _retry_delay(spec: Spec, seen: LinkView) -> float | None:
     return longest if longest > 0 else None
 
 
-def _find_bad_nodes(seen: LinkView, view: View) -> tuple[str, ...]:
-    """Where the link's attempts failed of late, and where its jobs died before they began."""
-    tokens = {intent.token for intent, _ in seen.intents}
-    nodes = {node for slot in seen.open_slots for node in slot.bad_nodes}
-    if seen.num_lost:
-        dead = [j for j in view.queue or () if j.token in tokens and j.state is JobState.ENDED]
-        nodes |= {job.nodes for job in dead if job.nodes and not view.is_own(job)}
-    return tuple(sorted(nodes)) if len(nodes) <= _MOST_EXCLUDED else ()
-
-
-def _went_elsewhere(seen: LinkView) -> bool:
-    """Whether the link (or its shards) has gone to its fallback; its retries stay there."""
-    return any(intent.fallback and _covers(intent, seen) for intent, _ in seen.intents)
-
-
-def _covers(intent: Intent, seen: LinkView) -> bool:
-    """Whether a submission was for any of what is missing. Without shards it was for everything."""
-    wanted = set(seen.missing_shards)
-    return not intent.shards or not wanted or bool(wanted & set(intent.shards))
-
-
-def _jobs_of_shards(jobs: Iterable[QueuedJob], seen: LinkView) -> list[QueuedJob]:
-    """Those that stand for what is missing."""
-    wanted = set(seen.missing_shards)
-    return [job for job in jobs if job.task is None or not wanted or job.task in wanted]
-
-
-def _plan_fallback(
-    spec: Spec, view: View, seen: LinkView, live: list[QueuedJob], draft: _Draft
-) -> None:
+def _plan_fallback(spec: Spec, seen: LinkView, live: list[QueuedJob], draft: _Draft) -> None:
     """Say what live jobs wait for; send those that have waited too long elsewhere, once."""
-    own = _jobs_of_shards(live, seen)
+    own = jobs_of(seen, live)
     waiting = [job for job in own if job.state is JobState.PENDING and not job.after]
-    if not waiting:
-        return
-    limits = [after_s for kind, after_s in spec.fallbacks if kind in _kinds_of(seen.link)]
-    late = [
-        job
-        for job in waiting
-        if limits
-        and job.reason not in _NOT_YET
-        and min(job.age_s, job.age_s if seen.ready_s is None else seen.ready_s) >= min(limits)
-        and not _went_elsewhere(_only(seen, job))
-    ]
-    if not late:
-        if waiting[0].reason:
-            draft.waiting.append(f"{seen.link}: {_describe_pending(waiting[0])}")
-        return
-    _send_elsewhere(seen, live, late, draft)
+    late = find_late(spec, seen, waiting, live)
+    if late:
+        _send_elsewhere(seen, live, late, draft)
+    elif waiting and waiting[0].reason:
+        draft.waiting.append(f"{seen.link}: {_describe_pending(waiting[0])}")
 
 
 def _send_elsewhere(
@@ -242,7 +176,9 @@ def _send_elsewhere(
 ) -> None:
     """Submit what waits too long again, to its fallback, and cancel the jobs that waited."""
     waited_s = max(job.age_s for job in late)
-    draft.waiting.append(f"{seen.link}: waited {waited_s:.0f} s; goes to its fallback")
+    draft.waiting.append(
+        f"{seen.link}: waited {waited_s:.0f} s; goes to its fallback with the next look"
+    )
     tasks = {job.task for job in late}
     shards = tuple(s for s in seen.missing_shards if None in tasks or s in tasks)
     number = seen.intents[-1][0].number + 1
@@ -255,25 +191,9 @@ def _send_elsewhere(
     draft.have[seen.link] = (*stay, seen.link)
 
 
-def _kinds_of(link: Link) -> set[str]:
-    return {*link.kinds, link.job_kind}
-
-
-def _only(seen: LinkView, job: QueuedJob) -> LinkView:
-    """What one job of a link stands for."""
-    slots = (s for s in seen.slots if job.task is None or s.shard == job.task)
-    return dataclasses.replace(seen, slots=tuple(slots))
-
-
 def _describe_pending(job: QueuedJob) -> str:
     why = f"begins in {job.begins_in_s:.0f} s" if job.begins_in_s else job.reason
     return f"job {job.base_id} is pending" + (f" ({why})" if why else "")
-
-
-def _has_ended(intent: Intent, seen: LinkView, view: View) -> bool:
-    """The queue still knows the job, and knows that it is over: no need to wait longer."""
-    jobs = _jobs_of_shards((j for j in view.queue or () if j.token == intent.token), seen)
-    return bool(jobs) and all(job.state is JobState.ENDED or view.is_own(job) for job in jobs)
 
 
 def _plan_dependency(view: View, live: list[QueuedJob], parents: list[Link], draft: _Draft) -> None:
@@ -289,13 +209,22 @@ def _plan_dependency(view: View, live: list[QueuedJob], parents: list[Link], dra
     stages = [set(draft.jobs_of([p for p in parents if p.anchor == q.anchor])) for q in parents]
     for base_id, job in {job.base_id: job for job in live}.items():
         after = set(job.after)
-        is_split = any(after & jobs and not jobs <= after for jobs in stages)
+        is_split = any(_waits_for_a_part(after, jobs, own) for jobs in stages)
         are_new = any(isinstance(at, Link) for at in ids)
         if are_new and not is_split and not draft.leaving & after:
             # Its parent is being submitted: a dependency on a dead job wakes it, and it seeks.
             continue
         if job.state is JobState.PENDING and (is_split or not fine.issuperset(after)):
             draft.actions.append(Repoint(base_id, ids))
+
+
+def _waits_for_a_part(after: set[str], jobs: set[str | Link], own: set[str]) -> bool:
+    """Whether a job waits for some of a stage's jobs, and not for all. The one that looks may be
+    of that stage, if another one of it lives."""
+    if jobs <= after:
+        return False
+    has_sibling = any(isinstance(at, str) for at in jobs)
+    return bool(after & jobs) or (has_sibling and bool(after & own))
 
 
 def _plan_strays(spec: Spec, view: View, draft: _Draft) -> None:

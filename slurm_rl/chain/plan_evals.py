@@ -15,6 +15,7 @@ from slurm_rl.chain.scheduler import QueuedJob
 from slurm_rl.chain.view import GiveUp, LinkView, Spec, View
 from slurm_rl.config.schema import EVAL_PREFIX
 from slurm_rl.storage.evals import GivenUp
+from slurm_rl.types import StageRef
 
 
 def plan_giving_up(spec: Spec, view: View) -> list[GiveUp]:
@@ -49,9 +50,15 @@ def links_in_turn(
         yield from ((seen, parents(seen)) for seen in (*chain, *evals))
         return
     first: list[Link] = []
+    behind: StageRef | None = None  # the stage that waits for `first`: all its pools do
     for seen in _merge(chain, evals):
+        if behind not in (None, seen.link.anchor):
+            first, behind = [], None
         yield seen, [*parents(seen), *first]
-        first = [seen.link] if seen.is_eval else []
+        if seen.is_eval:
+            first, behind = [seen.link], None
+        elif first:
+            behind = seen.link.anchor
 
 
 def _merge(chain: list[LinkView], evals: list[LinkView]) -> Iterator[LinkView]:

@@ -237,8 +237,10 @@ class Plan:
     """Actions in order, and why the run is not moving where it is not.
 
     lacks_tick: after them a pending tick is still missing, since two are submitted well apart.
+    goes_on:    another look would plan more at once: one array is submitted for a link at a time.
     """
 
     actions: tuple[Action, ...] = ()
     waiting: tuple[str, ...] = ()
     lacks_tick: bool = False
+    goes_on: bool = False

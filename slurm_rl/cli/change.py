@@ -20,8 +20,10 @@ from slurm_rl.config.derive import needs_score, settings_digest
 from slurm_rl.config.load import change_settings
 from slurm_rl.config.preflight import check_files
 from slurm_rl.config.problems import raise_problems
+from slurm_rl.config.schema import Settings
 from slurm_rl.errors import ConfigError, NothingDone
 from slurm_rl.launch.build import OpenRun
+from slurm_rl.launch.partitions import check_partitions
 from slurm_rl.launch.stage_settings import code_digest_of, parse_settings
 from slurm_rl.storage.commits import has_commit
 from slurm_rl.storage.control import Change, Control, write_change
@@ -46,11 +48,11 @@ def change_run(path: Path, assignments: list[str]) -> None:
     folders = [a.partition("=")[2] for a in assignments if a.partition("=")[0] == "code"]
     others = [a for a in assignments if a.partition("=")[0] != "code"]
     code = _find_code(opened, folders[-1]) if folders else _code_of(opened, control)
-    values, shapes = _plan_values(opened, control, others, code)
+    first = find_untouched(opened, view)
+    values, shapes = _plan_values(opened, control, others, code, first)
     code_digest = _take_code(opened, control, code) if folders else None
     if not values and code_digest is None:
         raise NothingDone(f"{opened.run.root}: that is how it is already")
-    first = find_untouched(opened, view)
     by = f"{current_user()}@{socket.gethostname()}"
     change = Change(first.iteration, first.kind, values, code_digest, by)
     changed = dataclasses.replace(control, changes=(*control.changes, change))
@@ -89,10 +91,15 @@ def _is_begun(opened: OpenRun, view: View, ref: StageRef) -> bool:
 
 
 def _plan_values(
-    opened: OpenRun, control: Control, assignments: list[str], code: list[Path]
+    opened: OpenRun,
+    control: Control,
+    assignments: list[str],
+    code: list[Path],
+    first: StageRef,
 ) -> tuple[dict[str, Any], bool]:
     """The values that differ from those that hold, and whether they shape numbers.
 
+    first: the stage from which they would hold: an earlier change may hold from a later one on.
     code: the folders of the user's code that hold then, which must have what the settings name.
     """
     if not assignments:
@@ -100,15 +107,19 @@ def _plan_values(
         return {}, False
     earlier = [change.values for change in control.changes]
     before = apply_changes(opened.identity.settings, earlier)
+    # First of all: of what is fixed nothing else needs to be said.
+    check_changes([word.partition("=")[0] for word in assignments], before=before)
     settings, values = change_settings(before, assignments)
     check_changes(values, before=before)
     if settings.num_rollout < opened.settings.num_rollout:
-        raise ConfigError(
-            f"num_rollout = {settings.num_rollout} is less than {opened.settings.num_rollout}",
-            hint="a run can be made longer; to end it now, `slurm-rl cancel`",
-        )
-    raise_problems(check_files(settings, code=code), {(): str(opened.run.root)})
-    if settings == opened.settings:
+        told = f"num_rollout = {settings.num_rollout} is less than {opened.settings.num_rollout}"
+        raise ConfigError(told, hint="a run can be made longer; to end it now, `slurm-rl cancel`")
+    problems = list(check_files(settings, code=code))
+    if any("slurm" in name.split(".") for name in values):
+        problems += check_partitions(settings)
+    raise_problems(problems, {(): str(opened.run.root)})
+    held = _settings_since(opened, control, first)
+    if all(settings == other for other in held):
         return {}, False
     if needs_score(settings) != needs_score(opened.settings):
         what = "need a score stage" if needs_score(settings) else "need no score stage any more"
@@ -117,7 +128,15 @@ def _plan_values(
             " is made",
             hint="start another run with the other values (run.name)",
         )
-    return values, settings_digest(settings) != settings_digest(opened.settings)
+    return values, {settings_digest(other) for other in held} != {settings_digest(settings)}
+
+
+def _settings_since(opened: OpenRun, control: Control, first: StageRef) -> list[Settings]:
+    """All that holds at some stage from `first` on: earlier changes may begin behind it."""
+    later = [StageRef(change.iteration, change.stage) for change in control.changes]
+    places = [first, *(ref for ref in later if ref.position > first.position)]
+    found = [parse_settings(opened.identity, control, at=ref) for ref in places]
+    return [*found, opened.settings]
 
 
 def _find_code(opened: OpenRun, text: str) -> list[Path]:

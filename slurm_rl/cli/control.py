@@ -9,6 +9,7 @@ from pathlib import Path
 from slurm_rl.chain.advance import advance, look
 from slurm_rl.chain.graph import Link
 from slurm_rl.chain.observe import find_head, link_folder, read_queue
+from slurm_rl.chain.plan_ticks import is_tick
 from slurm_rl.chain.scheduler import JobState
 from slurm_rl.chain.slots import slots_of
 from slurm_rl.cli.runs import find_own_run
@@ -36,7 +37,8 @@ def resume_run(path: Path, *, wait: bool) -> None:
         return
     outcome = advance(opened.chain)
     report(opened, outcome)
-    live = [job for job in look(opened.chain).queue or () if job.state.is_live]
+    queue = look(opened.chain).queue or ()
+    live = [job for job in queue if job.state.is_live and not is_tick(job.name)]
     if not outcome.job_ids and not live and not wait:
         why = "; ".join(outcome.plan.waiting) or "no reason known"
         raise NothingDone(f"{root}: nothing was submitted: {why}", hint=f"`slurm-rl status {root}`")

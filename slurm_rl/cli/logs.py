@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
+from slurm_rl.chain.graph import Link
 from slurm_rl.chain.observe import find_head
-from slurm_rl.chain.slots import slots_of
+from slurm_rl.chain.slots import link_slots
 from slurm_rl.cli.runs import find_run
 from slurm_rl.cli.terminal import say
 from slurm_rl.config.problems import nearest
@@ -48,6 +48,7 @@ def show_logs(
 def _check_stage(opened: OpenRun, stage: str) -> None:
     graph = opened.chain.graph
     known = [node.kind for node in (*graph.setup, *graph.nodes)]
+    known += [link.job_kind for link in graph.links(0) if link.pool]
     known += [rule.kind for rule in graph.evals]
     if stage not in known:
         close = nearest(stage, known)
@@ -58,25 +59,34 @@ def _check_stage(opened: OpenRun, stage: str) -> None:
 
 
 def find_logs(opened: OpenRun, iteration: int | None, stage: str | None) -> list[Path]:
-    """Log files of the newest attempt of the wanted stage, and of the jobs that made it."""
+    """Log files of the newest attempts of the wanted stage, or pool of one, and of the jobs that
+    made them."""
     graph = opened.chain.graph
-    control = read_control(opened.run)
-    head = find_head(opened.run, graph, control)
-    wanted = [iteration] if iteration is not None else [head, head - 1]
-    for i in wanted:
-        kinds = []
+    head = find_head(opened.run, graph, read_control(opened.run))
+    for i in [iteration] if iteration is not None else [head, head - 1]:
+        refs = []
         if 0 <= i < graph.num_iterations:
-            kinds = [node.kind for node in graph.stages(i) if stage in (None, node.kind)]
+            refs = [StageRef(i, node.kind) for node in graph.stages(i)]
         if stage is not None and graph.has_eval(StageRef(i, stage)):
-            kinds = [stage]  # of an evaluation, `i` is the version
-        for kind in reversed(kinds):
-            found: list[Path] = []
-            for slot in slots_of(graph, control, StageRef(i, kind)):
-                claim = read_latest_claim(opened.run, slot)
-                if claim is not None:
-                    found += sorted(attempt_dir(opened.run, slot, claim).glob("*.log"))
+            refs = [StageRef(i, stage)]  # of an evaluation, `i` is the version
+        for ref in reversed(refs):
+            links = graph.links_of(ref)
+            if stage not in (None, ref.kind):
+                links = tuple(link for link in links if link.job_kind == stage)
+            found = [path for link in links for path in _logs_of(opened, link, ref)]
             if found:
-                labels = {link.label for link in graph.links_of(StageRef(i, kind))}
-                jobs = [sorted(opened.run.logs_dir(i).glob(f"{label}.*"))[-1:] for label in labels]
-                return [*itertools.chain(*jobs), *found]
+                return found
     return []
+
+
+def _logs_of(opened: OpenRun, link: Link, ref: StageRef) -> list[Path]:
+    """Of a link's newest submission, then of the newest attempt at each of a stage's slots."""
+    run, found = opened.run, []
+    for slot in link_slots(opened.chain.graph, read_control(run), link):
+        claim = read_latest_claim(run, slot) if slot.stage == ref else None
+        if claim is not None:
+            found += sorted(attempt_dir(run, slot, claim).glob("*.log"))
+    jobs = sorted(run.logs_dir(link.iteration).glob(f"{link.label}.*"))
+    newest = jobs[-1].name.split(".")[1] if jobs else ""
+    own = [path for path in jobs if path.name.split(".")[1] == newest]
+    return [*own, *found] if found else []

@@ -132,11 +132,15 @@ def has_begun(opened: OpenRun) -> bool:
     if any(_is_of_a_job(path.name) for path in iterations.rglob("*")):
         return True
     now, chain = opened.chain.clock(), opened.chain
-    for folder in {path.parent for path in iterations.rglob("submit.*")}:
-        for intent in read_intents(opened.run, folder):
-            is_young = abs(now - intent.created) < chain.spec.submit_deadline_s
-            if is_young and _may_live(intent.creator):
-                return True  # it may be submitting just now
+    folders = {path.parent for path in iterations.rglob("submit.*")}
+    intents = [intent for folder in folders for intent in read_intents(opened.run, folder)]
+    # Whoever made the run a moment ago, or is submitting just now, is not done.
+    if not intents and abs(now - opened.identity.created) < chain.spec.submit_deadline_s:
+        return True
+    for intent in intents:
+        is_young = abs(now - intent.created) < chain.spec.submit_deadline_s
+        if is_young and _may_live(intent.creator):
+            return True
     queue = read_queue(chain.scheduler, chain.spec.short_id)
     return queue is None or bool(queue)
 

@@ -15,6 +15,7 @@ from slurm_rl.config.preflight import check_files
 from slurm_rl.config.problems import raise_problems
 from slurm_rl.errors import Halted, NothingDone
 from slurm_rl.launch.build import OpenRun, open_run
+from slurm_rl.launch.partitions import check_partitions
 from slurm_rl.launch.wall_times import check_wall_times
 from slurm_rl.storage.control import read_control
 from slurm_rl.storage.owner import (
@@ -45,6 +46,7 @@ def submit_run(config: Path, overrides: list[str], *, wait: bool) -> None:
     """Make the run unless it is there, and move its chain on."""
     loaded = load_config(config, overrides)
     raise_problems(check_files(loaded.settings), loaded.origins)
+    raise_problems(check_partitions(loaded.settings), loaded.origins)
     raise_problems(check_wall_times(loaded.settings), loaded.origins)
     opened, is_new = make_run(loaded)
     root = opened.run.root

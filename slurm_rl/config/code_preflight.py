@@ -34,7 +34,11 @@ def check_code(settings: Settings, folders: Sequence[File]) -> Problems:
     packages = {folder.name: folder for folder in folders}
     for path, dotted in _dotted_paths(settings):
         first, *parts = dotted.split(".")
-        if not parts or not all(parts) or "/" in dotted:
+        if "/" in dotted or dotted.endswith(".py"):
+            fix = "write FOLDER.MODULE.NAME, and the folder under `code`"
+            yield Problem(path, "is a file, where a dotted path is meant", fix, dotted)
+            continue
+        if not parts or not all(parts):
             continue  # a built-in's name, or no dotted path: others say so
         if first in packages:
             yield from _check_path(path, dotted, packages[first])

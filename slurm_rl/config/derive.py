@@ -224,6 +224,11 @@ def gpu_count(request: int | str | None) -> int | None:
     return int(request.rsplit(":", 1)[-1])
 
 
+def gpu_type(request: int | str | None) -> str:
+    """The type of GPU in `"a100:4"`; empty if any will do."""
+    return request.rpartition(":")[0] if isinstance(request, str) else ""
+
+
 def num_ranks(settings: Settings) -> int:
     """Processes of the train job: `num_ranks`, or nodes × gpus_per_node under Slurm, or 1."""
     if settings.train.num_ranks is not None:

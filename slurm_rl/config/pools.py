@@ -47,7 +47,8 @@ def job_kind(settings: Settings, kind: str, shard: int) -> str:
 def settings_of_pool(settings: Settings, name: str) -> Settings:
     """The settings as the shards of a pool have them: a rollout of this pool alone."""
     rollout, pool = settings.rollout, settings.rollout.pools[name]
-    slurm = {key: getattr(pool.slurm, key) for key in pool.slurm.model_fields_set}
+    # What is unset is null after a trip through JSON, and leaves the rollout's own as it is.
+    slurm = {key: value for key, value in pool.slurm if value is not None}
     own: dict[str, Any] = {
         "pools": {},
         "shards": pool.shards,

@@ -26,7 +26,8 @@ def check_shards(settings: Settings) -> Problems:
         rule = f"is more than rollout_batch_size = {rollout.rollout_batch_size}"
         yield Problem(path, rule, "lower it: a shard needs a prompt", shards)
     limit = settings.max_submit_jobs
-    if limit is not None and shards > limit:
+    largest = max((pool.shards for pool in rollout.pools.values()), default=shards)
+    if limit is not None and largest > limit:
         rule = f"is more than max_submit_jobs = {limit}: the array could never be submitted"
         yield Problem(path, rule, "lower it", shards)
     if shards > settings.max_array_tasks:

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from slurm_rl import __version__
 from slurm_rl.chain.history import plan_deadline, read_durations
+from slurm_rl.chain.slots import link_slots
 from slurm_rl.chain.usage import read_iteration, read_total
+from slurm_rl.config.derive import section_of
 from slurm_rl.errors import StorageError
 from slurm_rl.launch.input_lease import InputLease
 from slurm_rl.launch.interpreter import explain_exit
@@ -104,8 +106,8 @@ class Attempt:
             payload = self.supervisor.runner.start(self.prepared.path, kind=self.slot.kind)
         except Exception as error:  # whatever keeps the program from starting: say it
             return self._refuse(error)
-        if not self.slot.shard:
-            self.supervisor.advance_beside()  # one task of an array is enough
+        if self._is_first():
+            self.supervisor.advance_beside()
         try:
             outcome = yield from self._watch(payload)
         except BaseException:
@@ -114,6 +116,12 @@ class Attempt:
         if outcome is not None:
             return outcome
         return (yield from self._conclude(payload.poll()))
+
+    def _is_first(self) -> bool:
+        """Whether it is the one of its array's tasks that advances the chain beside its work."""
+        job, graph = self.supervisor.job, self.supervisor.chain.graph
+        slots = [s for s in link_slots(graph, self.control, job.link) if s.stage == self.slot.stage]
+        return self.slot not in slots or self.slot == slots[0]
 
     def _conclude(self, status: int | None) -> Generator[float, None, AttemptOutcome]:
         """What the program's end means. Its own word counts for more than its exit status.
@@ -157,7 +165,8 @@ class Attempt:
                 return self._stop(self.supervisor.job.stop)
             if now - began > deadline_s:
                 payload.kill()
-                message = f"ran longer than {deadline_s:.0f} s"
+                name = ".".join((*section_of(self.slot.kind), "deadline_s"))
+                message = f"ran longer than {deadline_s:.0f} s, and was taken to hang ({name})"
                 return self._fail(Failure("system", "Deadline", message))
             yield timing.poll_s
         return None
@@ -290,7 +299,7 @@ class Attempt:
         if (blame == "user" or is_full) and not self.slot.stage.is_eval:
             root = self.run_dir.root
             hint = f"mend it, then `slurm-rl resume {root}`"
-            if error in ("RewardError", "ConfigError"):
+            if error in ("RewardError", "ConfigError", "InterpreterError"):
                 hint = f"`slurm-rl set {root} KEY=VALUE` or `code=FOLDER` adopts what you mended,"
                 hint += f" then `slurm-rl resume {root}`"
             halt = Halt(f"{self.slot}: {message}", hint, str(self.folder), self._now())
@@ -299,8 +308,8 @@ class Attempt:
 
     def _refuse(self, error: Exception) -> AttemptOutcome:
         """The program could not start."""
-        blame = getattr(error, "blame", "system")
-        return self._fail(Failure(blame, type(error).__name__, str(error)))
+        blame, place = getattr(error, "blame", "system"), getattr(error, "place", "")
+        return self._fail(Failure(blame, type(error).__name__, str(error), place))
 
     def _defer(self, failure: Failure) -> AttemptOutcome:
         logger.warning("%s: deferred: %s", self.slot, failure.message)

@@ -1,7 +1,8 @@
 """A stage's interpreter that cannot run the stage's program: what it lacks, and who names it.
 
-Owns the words. A path that leads nowhere, or a Python without slurm_rl, is the same at every try:
-it is the user's to mend, and no attempt more is spent on it.
+Owns the words. On one machine a path that leads nowhere, or a Python without slurm_rl, is the same
+at every try: it is the user's to mend, and no attempt more is spent on it. Among many nodes it may
+be one that lacks a mount: it is tried once more, elsewhere, and then the run halts.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ def check_interpreter(settings: Settings, kind: str, env: Mapping[str, str]) -> 
     if shutil.which(value, path=env.get("PATH", os.defpath)) is not None:
         return
     rule = "is not executable" if Path(value).is_file() else "is no program on this node"
-    raise ConfigError(f"{name} = {value} {rule}", hint=_HINT)
+    raise _unable(settings, name, f"{name} = {value} {rule}")
 
 
 def refuse_interpreter(settings: Settings, kind: str, error: OSError) -> None:
     """ConfigError if the system could not start the stage's interpreter, though it is there."""
     name, value = _find_setting(settings, kind)
     if error.errno in _NO_PROGRAM and value is not None and error.filename == value:
-        raise ConfigError(f"{name} = {value} cannot be started: {error.strerror}", hint=_HINT)
+        raise _unable(settings, name, f"{name} = {value} cannot be started: {error.strerror}")
 
 
 def explain_exit(folder: Path) -> ConfigError | None:
@@ -63,7 +64,21 @@ def explain_exit(folder: Path) -> ConfigError | None:
         return None  # it was written for the program; the exit status is still told
     name, value = _find_setting(settings, order.kind)
     said = f"{name} = {value}" if value else f"{name} is not set, and slurm-rl's own interpreter"
-    return ConfigError(f"{said} cannot import slurm_rl: {why}", hint=_HINT)
+    return _unable(settings, name, f"{said} cannot import slurm_rl: {why}")
+
+
+class InterpreterError(ConfigError):
+    """An interpreter that cannot run a stage. place: the setting that names it."""
+
+    place = ""
+
+
+def _unable(settings: Settings, name: str, words: str) -> InterpreterError:
+    error = InterpreterError(words, hint=_HINT)
+    error.place = name
+    if settings.launcher == "slurm":
+        error.blame = "repeat"
+    return error
 
 
 def _find_import_error(logs: Iterable[Path]) -> str | None:

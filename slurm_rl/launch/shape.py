@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slurm_rl.config.derive import gpu_count, num_ranks, stage_slurm, stage_time_s
+from slurm_rl.config.derive import gpu_count, gpu_type, num_ranks, stage_slurm, stage_time_s
 from slurm_rl.config.schema import Settings
 
 _NO_LIMIT_S = 10**9
@@ -21,6 +21,9 @@ def job_shape(settings: Settings, kind: str) -> dict[str, int | str]:
         shape["ntasks"] = num_ranks(settings)
     # A stage must not start in a job that ends too early for it.
     shape["time_s"] = stage_time_s(settings, kind) or _NO_LIMIT_S
+    gpus = gpu_type(options.get("gpus_per_node"))
+    if gpus:
+        shape["gpu_type"] = gpus
     for name in ("constraint", "mem", "gres", "gpus", "partition"):
         if name in options:
             shape[name] = str(options[name])

@@ -25,6 +25,7 @@ from typing import Any
 from slurm_rl.chain.observe import read_current
 from slurm_rl.chain.scheduler import LinkRequest
 from slurm_rl.config.derive import stage_container, stage_slurm
+from slurm_rl.config.pools import settings_of_shard
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import NothingDone, SchedulerUnavailable
 from slurm_rl.launch.build import OpenRun
@@ -192,12 +193,13 @@ def render_salloc(
     the step itself, on this machine, and the step takes their environment over.
     """
     settings, kind = scratch.settings, scratch.kind
-    options = plan_shell_options(settings, kind, token=scratch.folder.name.rpartition("-")[2])
+    shaped = settings_of_shard(settings, kind, scratch.order.shard)
+    options = plan_shell_options(shaped, kind, token=scratch.folder.name.rpartition("-")[2])
     if time is not None:
         options["time"] = time
     flags = [render_flag(name, value) for name, value in options.items() if value is not False]
     step = ["srun", "--nodes=1", "--ntasks=1", "--overlap", f"--chdir={scratch.folder}"]
-    cpus = stage_slurm(settings, kind).get("cpus_per_task")
+    cpus = stage_slurm(shaped, kind).get("cpus_per_task")
     step += [f"--cpus-per-task={cpus}"] if cpus is not None else []
     step += ["--pty"] if is_terminal else []
     setup = _setup_words(settings, settings.setup)

@@ -253,9 +253,11 @@ def read_site(*, user: str) -> Site:
     return Site(config, partitions, nodes, qos, limits)
 
 
-def read_partitions(*, timeout_s: float = TIMEOUT_S) -> tuple[Partition, ...]:
+def read_partitions(*, timeout_s: float = TIMEOUT_S, hidden: bool = False) -> tuple[Partition, ...]:
     """The partitions alone: one call. Raises SchedulerUnavailable."""
-    return parse_partitions(ask(["scontrol", "show", "partition", "-o"], timeout_s=timeout_s))
+    options = ["-a"] if hidden else []
+    argv = ["scontrol", *options, "show", "partition", "-o"]
+    return parse_partitions(ask(argv, timeout_s=timeout_s))
 
 
 def read_qos(*, timeout_s: float = TIMEOUT_S) -> tuple[Qos, ...] | None:

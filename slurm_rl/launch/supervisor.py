@@ -42,7 +42,7 @@ from slurm_rl.storage.claims import (
 from slurm_rl.storage.commits import read_commit
 from slurm_rl.storage.control import Control, read_control
 from slurm_rl.storage.intents import write_seen
-from slurm_rl.types import Claim, Slot, StageRef
+from slurm_rl.types import DECISION_PREFIX, Claim, Slot, StageRef
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class Supervisor:
                 logger.info("the run is %s", "halted" if control.halt else "paused")
                 return None
             if self._is_own_done():
-                return None
+                return self._find_sibling(control)
             slots = self._runnable(control)
             free = next((slot for slot in slots if self._is_free(slot, control)), None)
             if free is not None:
@@ -188,6 +188,20 @@ class Supervisor:
             sight = self.monotonic() + self.timing.visible_s  # its commit may show late, too
             yield min(1.0, self.timing.heartbeat_s)
         return None
+
+    def _find_sibling(self, control: Control) -> Slot | None:
+        """Another shard of the own stage that nobody works on, once it is decided what is in the
+        stage: then all of it is in the journals, and needs no more than a commit. Its own job may
+        wait for a place for long."""
+        run, ref = self.chain.run, self.job.link.anchor
+        folder = run.stage_dir(ref.iteration, ref.kind, control.timeline_of(ref))
+        if not any(name.startswith(DECISION_PREFIX) for name in run.fs.list(folder)):
+            return None
+        if not self._has_time_for(ref, control):
+            return None
+        slots = slots_of(self.chain.graph, control, ref)
+        left = (slot for slot in slots if read_commit(run, slot) is None)
+        return next((slot for slot in left if self._is_free(slot, control)), None)
 
     def _may_show_late(self, slots: list[Slot], control: Control) -> bool:
         """Whether a commit that would give this job work, or end it, may not show here yet."""

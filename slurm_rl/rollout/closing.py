@@ -21,6 +21,7 @@ from slurm_rl.rollout.fast_json import dumps, loads
 from slurm_rl.rollout.ledger import Decision
 from slurm_rl.storage.durable import publish, read_published
 from slurm_rl.storage.fs import POSIX, Fs
+from slurm_rl.types import DECISION_PREFIX
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def find_desk(stage_dir: Path, key: str, *, committed: Iterable[str]) -> Desk:
     committed: digests of the decisions that they sealed by.
     """
     sealed_by = set(committed)
-    for path in sorted(stage_dir.glob("CLOSE-*.json")) if sealed_by else ():
+    for path in sorted(stage_dir.glob(f"{DECISION_PREFIX}*.json")) if sealed_by else ():
         stands = Desk(path).read()
         if stands is not None and stands.decision.digest in sealed_by:
             return Desk(path)
@@ -73,4 +74,4 @@ def find_desk(stage_dir: Path, key: str, *, committed: Iterable[str]) -> Desk:
 
 def desk_of(stage_dir: Path, key: str, *, fs: Fs = POSIX) -> Desk:
     """The desk of the groups whose keys share `key` (`Planner.made_from`)."""
-    return Desk(stage_dir / f"CLOSE-{key.rpartition(':')[2][:16]}.json", fs)
+    return Desk(stage_dir / f"{DECISION_PREFIX}{key.rpartition(':')[2][:16]}.json", fs)

@@ -183,7 +183,7 @@ def _check_counters(trainer: Trainer, source: Input) -> None:
         ("optimizer_steps", trainer.progress.optimizer_steps),
         ("schedule_step", trainer.schedule_step),
         ("num_samples_trained", trainer.progress.num_samples_trained),
-        ("lr", trainer.lr),
+        ("lr", trainer.loaded_lr),
     ):
         committed = source.content[key]
         if loaded != committed:

@@ -119,13 +119,14 @@ def create_run(run: RunDir, identity: RunIdentity) -> bool:
 def unmake_run(run: RunDir) -> None:
     """Take away a run that no job ever worked on, so that it can be made anew.
 
-    A crash leaves the run as it was, or none, and perhaps folders that nobody reads any more; the
-    snapshots of code stay. Only who knows that nothing has begun may ask for it.
+    Its identity goes last: a crash leaves the run, with nothing that was done about it, or none.
+    The snapshots of code stay. Only who knows that nothing has begun may ask for it.
     """
-    remove_published(run.root / "run.json", fs=run.fs)
-    run.fs.fsync_dir(run.root)
     for name in _OF_WORK:
         shutil.rmtree(run.root / name, ignore_errors=True)
+    for name in ("site.yaml", "run.json"):
+        remove_published(run.root / name, fs=run.fs)
+    run.fs.fsync_dir(run.root)
 
 
 def write_copies(run: RunDir, identity: RunIdentity) -> None:

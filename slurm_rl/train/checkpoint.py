@@ -14,6 +14,7 @@ on the state alone: not on the directory's name, the process's age or the thread
 from __future__ import annotations
 
 import dataclasses
+import logging
 import pickle
 import sys
 from dataclasses import dataclass
@@ -39,7 +40,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from slurm_rl.errors import CorruptError, StorageError
+from slurm_rl.train.optimizer import current_lr
 from slurm_rl.train.rng import RngState
+
+logger = logging.getLogger(__name__)
 
 #: Tensors in the model's own shapes, so that any layout can load them.
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -96,14 +100,26 @@ def save(
         raise StorageError(f"{folder}: cannot be written: {_first(reason)}") from error
 
 
-def load(
-    folder: Path, *, model: Any, optimizer: Any, scheduler: Any
-) -> tuple[Progress, RngState | None]:
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint says besides the state that it fills.
+
+    rng: None if it was saved with another tensor- or pipeline-parallel size.
+    lr:  the learning rate of the next step, as the settings were then.
+    is_same_schedule: whether the settings still ask for that schedule.
+    """
+
+    progress: Progress
+    rng: RngState | None
+    lr: float
+    is_same_schedule: bool
+
+
+def load(folder: Path, *, model: Any, optimizer: Any, scheduler: Any) -> Loaded:
     """Fill model, optimizer and schedule from `folder`; every rank calls it.
 
-    Returns the progress and the random state; the latter is None if the checkpoint was
-    saved with another tensor- or pipeline-parallel size. Raises CorruptError if it cannot be
-    read or does not fit the model.
+    Of the optimizer only its state is taken: rates, decay and betas are what the settings say now.
+    Raises CorruptError if the checkpoint cannot be read or does not fit the model.
     """
     try:
         saved = dist_checkpointing.load_content_metadata(str(folder)) or {}
@@ -120,21 +136,30 @@ def load(
     except _LOAD_ERRORS as error:
         raise CorruptError(f"{folder}: the checkpoint cannot be read: {_first(error)}") from error
     model.load_state_dict(loaded["model"])
+    asked = _hyperparameters(optimizer)
     optimizer.load_state_dict(loaded["optimizer"])
-    _load_schedule(scheduler, loaded["schedule"], folder=folder)
-    return progress, RngState(loaded["rng"]) if same_layout else None
+    lr = current_lr(optimizer)
+    for group, values in zip(optimizer.param_groups, asked, strict=True):
+        group.update(values)
+    is_same = _load_schedule(scheduler, loaded["schedule"])
+    return Loaded(progress, RngState(loaded["rng"]) if same_layout else None, lr, is_same)
 
 
-def _load_schedule(scheduler: Any, saved: dict[str, Any], *, folder: Path) -> None:
-    current = scheduler.state_dict()
-    for key, value in saved.items():
-        if key != "num_steps" and current[key] != value:
-            raise CorruptError(
-                f"{folder}: the schedule was made with {key} = {value}, the settings say "
-                f"{current[key]}",
-                hint="the schedule is fixed when a run is made: put the setting back",
-            )
-    scheduler.load_state_dict(saved)
+def _hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
+    """What the settings say of each parameter group; a checkpoint says what earlier ones did."""
+    state = ("params", "step")
+    return [{k: v for k, v in g.items() if k not in state} for g in optimizer.param_groups]
+
+
+def _load_schedule(scheduler: Any, saved: dict[str, Any]) -> bool:
+    """Go on at the position that the checkpoint was at, in the shape that the settings say now;
+    whether it is the same."""
+    asked = scheduler.state_dict()
+    changed = {k: v for k, v in saved.items() if k != "num_steps" and asked[k] != v}
+    for name, value in changed.items():
+        logger.info("the schedule goes on with %s = %s; it was %s", name, asked[name], value)
+    scheduler.load_state_dict({**asked, "num_steps": saved["num_steps"]})
+    return not changed
 
 
 def _sharded_state(model: Any, optimizer: Any, *, loading: bool) -> dict[str, Any]:

@@ -72,6 +72,8 @@ class Trainer:
         self.geometry = geometry
         self.options = options
         self.progress = checkpoint.Progress()
+        #: What the checkpoint that was loaded says; the settings may ask for another one now.
+        self.loaded_lr = 0.0
         self.weights_digest = ""
         self._resumed: StepState | None = None
         self._layout = layout
@@ -139,15 +141,17 @@ class Trainer:
     def load_checkpoint(self, folder: Path) -> None:
         """Continue from `folder` (a `checkpoint/`); CorruptError if its counters disagree."""
         with _megatron():
-            self.progress, state = checkpoint.load(
+            found = checkpoint.load(
                 folder,
                 model=self.model,
                 optimizer=self._engine.optimizer,
                 scheduler=self._engine.scheduler,
             )
+        self.progress = found.progress
+        self.loaded_lr = self.lr if found.is_same_schedule else found.lr
         self._engine.optimizer_steps = self.progress.optimizer_steps
-        if state is not None:
-            self._rng = state
+        if found.rng is not None:
+            self._rng = found.rng
         if self.schedule_step != self.progress.optimizer_steps:
             raise CorruptError(
                 f"{folder}: the schedule is at step {self.schedule_step}, the optimizer at "

@@ -12,6 +12,7 @@ from toy.world import World, make_settings, with_spec
 from slurm_rl.launch.memory import MemoryJob
 from slurm_rl.launch.memory_process import Effect, Process
 from slurm_rl.storage.intents import POOL_FOLDER
+from slurm_rl.types import DECISION_PREFIX
 
 POOLS = {"fixed": {"shards": 1}, "spot": {"shards": 2}}
 
@@ -76,6 +77,61 @@ def test_shards_that_wait_too_long_go_elsewhere_and_the_rest_stay(
     assert len(moved) == len(set(moved)), "each goes once"
     if pools:
         assert set(moved) <= {1, 2}, "the other pool has no fallback"
+
+
+def test_a_large_array_of_which_each_shard_moves_once_is_no_reason_to_halt(folder: Path) -> None:
+    """Each fails once, waits in vain for its place, and goes to the fallback: twenty cancelled
+    jobs that never looked for work, and none of them lost."""
+    num = 20
+    world = make_world(
+        folder, rollout_batch_size=2 * num, shards=num, tick_s=20.0, retry_delay_s=1.0
+    )
+    with_spec(world, fallbacks=(("rollout", 60.0),))
+    world.cluster.nodes = {"node1": num + 4}
+    world.cluster.fallback_nodes = {"other1": num}
+    fail_stage(world.run.root, "rollout", 0, how="system", times=num)
+
+    def take_the_nodes() -> None:
+        if sum(job.process is not None for job in rollouts(world)) == num:
+            world.cluster.nodes["node1"] = 0
+            world.cluster.at(900.0, lambda: world.cluster.nodes.update(node1=num + 4))
+        else:
+            world.cluster.at(0.2, take_the_nodes)
+
+    world.cluster.at(1.2, take_the_nodes)
+    world.shell()
+    assert world.finish()
+    world.check(may_fail=True)  # and no halt
+    elsewhere = [job for job in rollouts(world) if job.request.fallback]
+    assert len({job.task for job in elsewhere}) > num / 2, "too few moved to show anything"
+
+
+def test_a_pool_that_cannot_start_holds_nothing_once_all_groups_are_made(folder: Path) -> None:
+    """Whoever is done commits for the others then: it takes what is in the journals."""
+    expected = undisturbed(folder, shards=3)
+    world = make_world(folder, pools=POOLS)
+    world.cluster.nodes = {"node1": 1}  # the two pools never run at once
+    decision = world.run.stage_dir(0, "rollout", 0) / f"{DECISION_PREFIX}0123.json"
+
+    def decide() -> None:
+        if decision.parent.exists() and not decision.exists():
+            decision.write_text("{}")
+
+    world.on_step = decide
+    world.shell()
+    assert world.finish()
+    world.check()
+    assert world.digests() == expected
+    claims = [
+        path.read_text()
+        for path in world.run.root.glob("iterations/000000/rollout.t0/shard-*/claim.*")
+    ]
+    (first,) = {
+        job.request.name.rpartition(".")[2]
+        for job in rollouts(world)
+        if job.request.pool == "fixed"
+    }
+    assert len(claims) == 3 and all(first in claim for claim in claims)
 
 
 def test_intents_of_pools_lie_apart_and_are_folded(folder: Path) -> None:

@@ -234,11 +234,36 @@ def test_damage_is_found_while_loading(trained_once):
     run_train(order, settings)
 
 
-def test_a_schedule_that_changed_is_refused(trained_once):
-    root, _, _, before = trained_once
-    other = trains.tiny_settings(root, megatron={"lr": 2e-3})
-    with pytest.raises(CorruptError, match=r"max_lr = 0\.001, the settings say 0\.002"):
-        run_train(trains.train_order(root, before, "second"), other)
+@pytest.mark.parametrize(
+    ("megatron", "lr"),
+    [
+        ({"lr": 2e-3}, 2e-3),
+        ({"lr": 2e-3, "lr_decay_style": "constant", "weight_decay": 0.3}, 2e-3),
+    ],
+)
+def test_a_rate_that_was_changed_holds_from_the_next_step(trained_once, megatron, lr):
+    """The checkpoint's own rate, which the commit names, is still checked."""
+    root, settings, _, before = trained_once
+    other = trains.tiny_settings(root, megatron=megatron)
+    order = trains.train_order(root, before, "second")
+    result = run_train(order, other)
+    assert result.metrics["train/lr"] == pytest.approx(lr)
+    assert result.content["schedule_step"] == 2 * before.content["schedule_step"]
+    same = run_train(trains.train_order(root, before, "third"), settings)
+    assert result.files != same.files
+    wrong = trains.train_order(root, changed(before, lr=0.5), "fourth")
+    with pytest.raises(CorruptError, match=r"lr is 0.001, but 0.5 was committed"):
+        run_train(wrong, other)
+
+
+def test_betas_that_were_changed_take_effect(trained_once):
+    """A checkpoint brings the optimizer's state, and not what the settings were."""
+    root, settings, _, before = trained_once
+    same = run_train(trains.train_order(root, before, "second"), settings)
+    other = trains.tiny_settings(root, megatron={"adam_beta1": 0.5})
+    result = run_train(trains.train_order(root, before, "third"), other)
+    assert result.metrics["train/lr"] == same.metrics["train/lr"]
+    assert result.files != same.files
 
 
 def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path, made_models):

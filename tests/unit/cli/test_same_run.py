@@ -21,12 +21,13 @@ from toy.commands import make_model_folder
 from slurm_rl.cli.change import change_run
 from slurm_rl.cli.submit import make_run
 from slurm_rl.config.load import load_config
-from slurm_rl.errors import ConfigError
+from slurm_rl.errors import ConfigError, NothingDone
 from slurm_rl.launch.build import OpenRun, open_run
 from slurm_rl.launch.local import SpoolEntry, process_start, this_place
-from slurm_rl.storage.control import read_control, write_pause
+from slurm_rl.launch.stage_settings import parse_settings
+from slurm_rl.storage.control import Change, read_control, write_change, write_pause
 from slurm_rl.storage.intents import Intent, publish_intent
-from slurm_rl.types import Slot
+from slurm_rl.types import Slot, StageRef
 
 PROGRAM = str(Path(sys.executable).with_name("slurm-rl"))
 Make = Callable[..., tuple[OpenRun, bool]]
@@ -71,6 +72,13 @@ def intend(opened: OpenRun, creator: str, *, age_s: float = 0.0) -> Path:
     return folder
 
 
+def grow_old(opened: OpenRun) -> None:
+    """It was made an hour ago, and whoever made it left no intent."""
+    path = opened.run.root / "run.json"
+    identity = json.loads(path.read_text())
+    path.write_text(json.dumps(identity | {"created": identity["created"] - 3600.0}))
+
+
 def ended_process() -> str:
     done = subprocess.Popen(["true"])
     done.wait()
@@ -80,6 +88,8 @@ def ended_process() -> str:
 @pytest.mark.parametrize("leaves", ["nothing", "ended", "old"])
 def test_a_run_that_never_began_takes_new_settings(make: Make, leaves: str) -> None:
     first, _ = make(seed=1)
+    if leaves == "nothing":
+        grow_old(first)
     if leaves == "ended":
         intend(first, ended_process())
     if leaves == "old":
@@ -121,8 +131,9 @@ def leave(name: str) -> Callable[[OpenRun], None]:
         lambda opened: intend(opened, f"{socket.gethostname()}:{os.getppid()}"),
         leave_spool,
         lambda opened: write_pause(opened.run, "by me"),
+        lambda opened: None,
     ],
-    ids=["id", "seen", "claim", "COMMIT", "elsewhere", "alive", "queued", "paused"],
+    ids=["id", "seen", "claim", "COMMIT", "elsewhere", "alive", "queued", "paused", "young"],
 )
 def test_a_run_that_may_have_begun_stays_as_it_is(
     make: Make, begin: Callable[[OpenRun], None]
@@ -178,6 +189,7 @@ def test_mended_code_of_a_run_that_never_began_is_taken(make: Make, tmp_path: Pa
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "mine.py").write_text("x = (\n")
     first, _ = make(code=[str(tmp_path / "lib")])
+    grow_old(first)
     (tmp_path / "lib" / "mine.py").write_text("x = 1\n")
     second, is_new = make(code=[str(tmp_path / "lib")])
     assert is_new and second.identity.code_digest != first.identity.code_digest
@@ -223,3 +235,24 @@ def test_a_partition_that_is_refused_and_mended(
     assert other.returncode == 2
     assert "slurm.partition was 'right', now 'wrong'" in other.stderr
     assert "slurm.partition=wrong` changes the run" in other.stderr
+
+
+def test_what_a_stuck_stage_would_use_counts_too(make: Make) -> None:
+    """The rate was changed, the train stage halted for it, and the change back holds behind it."""
+    opened, _ = make()
+    for iteration, kind, lr in ((0, "train", 0.5), (1, "rollout", 1e-3)):
+        values = {"train.megatron.lr": lr}
+        write_change(opened.run, Change(iteration, kind, values, None, "me"))
+    change_run(opened.run.root, ["train.megatron.lr=1e-3"])
+    control = read_control(opened.run)
+    held = parse_settings(opened.identity, control, at=StageRef(0, "train"))
+    assert held.train.megatron["lr"] == 1e-3
+    with pytest.raises(NothingDone, match="that is how it is already"):
+        change_run(opened.run.root, ["train.megatron.lr=1e-3"])
+
+
+def test_of_a_pool_that_is_fixed_nothing_else_is_said(make: Make) -> None:
+    opened, _ = make(rollout__pools={"a": {"shards": 1}, "b": {"shards": 1}})
+    for word in ("rollout.pools.b.shards=2", "rollout.pools.c={shards: 1}"):
+        with pytest.raises(ConfigError, match="is fixed when a run is made"):
+            change_run(opened.run.root, [word])

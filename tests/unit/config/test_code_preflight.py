@@ -68,6 +68,8 @@ def test_what_is_there_or_might_be_is_fine(load: Load, mine: Path, dotted: str) 
     [
         ("mine.rewards.god", "names nothing: @/mine/rewards.py defines no god; did you mean mine.rewards.good?"),
         ("mine.reward.good", "names nothing: there is no @/mine/reward.py; did you mean mine.rewards.good?"),
+        ("/home/me/mine/rewards.py", "is a file, where a dotted path is meant; write FOLDER.MODULE.NAME, and the folder under `code`"),
+        ("rewards.py", "is a file, where a dotted path is meant; "),
         ("mine.good", "names nothing: there is no @/mine/__init__.py; did you mean mine.rewards.good?"),
         ("mine.deep.er.Game", "names nothing: there is no @/mine/deep/er/__init__.py; "),
         ("mine.deep.er.turns.Gme", "names nothing: @/mine/deep/er/turns.py defines no Gme; did you mean mine.deep.er.turns.Game?"),

@@ -315,17 +315,20 @@ def test_settings_survive_json(load: Load) -> None:
 
 
 def test_reading_a_config_is_quick_and_imports_nothing_heavy() -> None:
+    """Quick beside what it is made of: a limit in seconds would be one of this machine's load."""
     code = (
         "import time; began = time.process_time()\n"
+        "import pydantic, yaml; pydantic.BaseModel\n"
+        "parts = time.process_time() - began\n"
         "import slurm_rl.config.load, sys\n"
         "took = time.process_time() - began\n"
         "heavy = {'torch', 'megatron', 'transformers', 'sglang', 'submitit', 'numpy', 'rich'}\n"
-        "print(took, *sorted(heavy & set(sys.modules)))"
+        "print(took / parts, *sorted(heavy & set(sys.modules)))"
     )
-    best = min(
-        (subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True))
-        .stdout.split()
-        for _ in range(3)
-    )  # fmt: skip
-    assert best[1:] == []
-    assert float(best[0]) < 0.5
+    ratios = []
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        ratio, *heavy = done.stdout.split()
+        assert heavy == []
+        ratios.append(float(ratio))
+    assert min(ratios) < 4.0

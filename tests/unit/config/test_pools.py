@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from slurm_rl.chain.graph import build_graph
 from slurm_rl.config.changes import check_changes
+from slurm_rl.config.checks import check_settings
 from slurm_rl.config.derive import (
     num_gpus,
     settings_digest,
@@ -110,6 +111,19 @@ def test_a_shard_has_the_engines_of_its_pool(load: Load) -> None:
     assert settings_of_shard(settings, "eval-a", 1) is settings
 
 
+def test_it_is_the_same_as_jobs_read_it(load: Load) -> None:
+    """A run's settings have been through JSON, where all that is unset is null."""
+    settings = load(**ASKED)
+    again = Settings.model_validate_json(settings.model_dump_json())
+    assert check_settings(again) == []
+    for shard in range(4):
+        there = settings_of_shard(again, "rollout", shard)
+        kind = job_kind(again, "rollout", shard)
+        assert stage_slurm(there, "rollout") == stage_slurm(settings, kind)
+        assert stage_fallback(there, "rollout") == stage_fallback(settings, kind)
+        assert stage_slurm(again, kind) == stage_slurm(settings, kind)
+
+
 def test_where_shards_run_changes_no_number_and_how_they_serve_does(load: Load) -> None:
     plain = load(**{**ASKED, "rollout__pools": None, "rollout__shards": 4})
     spot = {**SPOT, "shards": 2}
@@ -122,8 +136,11 @@ def test_where_shards_run_changes_no_number_and_how_they_serve_does(load: Load) 
 def test_jobs_of_pools_do_each_others_work_only_where_they_fit(load: Load) -> None:
     settings = load(**ASKED)
     assert fits(settings, have="rollout-spot", need="rollout-spot")
-    assert fits(settings, have="rollout-spot", need="rollout-fixed"), "8 GPUs are more than 4"
+    assert not fits(settings, have="rollout-spot", need="rollout-fixed"), "8 of another type"
     assert not fits(settings, have="rollout-fixed", need="rollout-spot")
+    any_type = {"shards": 3, "slurm": {**SPOT["slurm"], "gpus_per_node": 4}}
+    settings = load(**{**ASKED, "rollout__pools": {"spot": any_type, "fixed": FIXED}})
+    assert fits(settings, have="rollout-fixed", need="rollout-spot"), "any four will do"
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,16 @@ def test_a_path_that_leads_nowhere(
     assert not list(tmp_path.glob("rank-*.log"))
 
 
+def test_among_many_nodes_it_may_be_one_that_lacks_it(tmp_path: Path) -> None:
+    """It is tried once more, elsewhere; the same at the same place then halts."""
+    settings = make_settings(tmp_path, launcher="slurm", train__python="/no/p")
+    order = make_attempt(tmp_path, settings, "train")
+    with pytest.raises(ConfigError) as told:
+        SrunRunner(settings).start(order, kind="train")
+    assert told.value.blame == "repeat"
+    assert getattr(told.value, "place", "") == "train.python"
+
+
 def test_what_is_found_by_the_stages_own_path(tmp_path: Path) -> None:
     (tmp_path / "my-python").write_text("#!/bin/sh\n")
     (tmp_path / "my-python").chmod(0o755)
