@@ -128,6 +128,23 @@ ELSEWHERE: Mapping[str, Meaning] = {
     "wandb_group": _none(_TRACKER),
     "wandb_key": _none(_TRACKER),
     "use_tensorboard": _none(_TRACKER),
+    # -- verl's own
+    "prompt_key": _at("rollout.input_key"),
+    "n": _at("rollout.n_samples_per_prompt"),
+    "temperature": _at("rollout.rollout_temperature"),
+    "top_p": _at("rollout.rollout_top_p"),
+    "top_k": _at("rollout.rollout_top_k"),
+    "optim": _at("train.megatron", remark="Megatron-core's own names: lr, weight_decay, clip_grad"),
+    "grad_clip": _at("train.megatron.clip_grad"),
+    "enable_gradient_checkpointing": _at("train.megatron.recompute_granularity"),
+    "total_training_steps": _at("num_rollout"),
+    "default_local_dir": _at("run.dir"),
+    "filter_overlong_prompts": _at(
+        "rollout.rollout_max_prompt_len", remark="longer ones are left out"
+    ),
+    "custom_reward_function": _at("rollout.custom_rm_path", remark="FOLDER.MODULE.FUNCTION"),
+    "logger": _none(_TRACKER),
+    "resume_mode": _none("take the line out: `slurm-rl resume RUN` goes on from what is committed"),
     # -- whole sections
     "actor_rollout_ref": _at("hf_checkpoint", "rollout", "train"),
     "data": _at("rollout.prompt_data", remark="with its keys and lengths, in rollout"),

@@ -12,7 +12,6 @@ from toy.world import World, make_settings, with_spec
 from slurm_rl.launch.memory import MemoryJob
 from slurm_rl.launch.memory_process import Effect, Process
 from slurm_rl.storage.intents import POOL_FOLDER
-from slurm_rl.types import DECISION_PREFIX
 
 POOLS = {"fixed": {"shards": 1}, "spot": {"shards": 2}}
 
@@ -109,15 +108,8 @@ def test_a_large_array_of_which_each_shard_moves_once_is_no_reason_to_halt(folde
 def test_a_pool_that_cannot_start_holds_nothing_once_all_groups_are_made(folder: Path) -> None:
     """Whoever is done commits for the others then: it takes what is in the journals."""
     expected = undisturbed(folder, shards=3)
-    world = make_world(folder, pools=POOLS)
+    world = make_world(folder, pools=POOLS, decides=True)
     world.cluster.nodes = {"node1": 1}  # the two pools never run at once
-    decision = world.run.stage_dir(0, "rollout", 0) / f"{DECISION_PREFIX}0123.json"
-
-    def decide() -> None:
-        if decision.parent.exists() and not decision.exists():
-            decision.write_text("{}")
-
-    world.on_step = decide
     world.shell()
     assert world.finish()
     world.check()

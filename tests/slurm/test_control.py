@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -85,13 +84,30 @@ def test_one_failing_rank_halts_though_srun_reports_sigterm(
     wait_for(lambda: not cluster.job_names(), what="an empty queue", timeout_s=60)
 
 
-def test_a_refused_option_is_one_line_and_loses_nothing(slurm_run: ToyRun) -> None:
-    write(slurm_run, tick={"slurm": {"partition": "nowhere"}})
-    slurm_run.write(
-        launcher="slurm",
-        host_python=sys.executable,
-        slurm={"partition": "nowhere", "time": "00:05:00"},
+def test_a_partition_that_is_not_there_is_named_before_anything_is_made(
+    cluster: Cluster, slurm_run: ToyRun
+) -> None:
+    write(slurm_run, rollout__pools={"a": {"shards": 1}, "b": {"shards": 1}})
+    told = slurm_run.command(
+        "submit", str(slurm_run.config), "--set", "rollout.pools.b.slurm.partition=lo"
     )
-    told = slurm_run.command("submit", str(slurm_run.config))
-    assert told.returncode == 6 and "nowhere" in told.stderr
-    assert len(told.stderr.strip().splitlines()) == 1, told.stderr
+    assert told.returncode == 2, told.stderr
+    assert 'rollout.pools.b.slurm.partition = "lo" is no partition of this cluster' in told.stderr
+    assert "did you mean low?" in told.stderr
+    assert not slurm_run.root.exists() and not cluster.job_names()
+
+
+def test_a_refused_option_is_one_line_and_the_mended_configuration_is_taken(
+    cluster: Cluster, slurm_run: ToyRun
+) -> None:
+    """Nothing of the run has begun: it is made anew."""
+    write(slurm_run)
+    wrong = slurm_run.command("submit", str(slurm_run.config), "--set", "slurm.constraint=nowhere")
+    assert wrong.returncode == 6 and "feature" in wrong.stderr, wrong.stderr
+    assert len(wrong.stderr.strip().splitlines()) == 1, wrong.stderr
+    assert not cluster.job_names()
+    mended = slurm_run.command("submit", str(slurm_run.config), "--set", "num_rollout=1")
+    assert mended.returncode == 0, mended.stderr
+    done = slurm_run.command("watch", str(slurm_run.root))
+    assert done.returncode == 0, done.stderr
+    assert len(slurm_run.digests()) == 3

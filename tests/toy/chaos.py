@@ -72,6 +72,7 @@ class Ground:
             lag=self.lag,
             shards=self.shards,
             pools=self._pools(),
+            decides=self.pools,
             rollout_batch_size=max(2, self.shards),
             window=self.window,
             pack=self.pack,

@@ -44,7 +44,15 @@ from slurm_rl.storage.damage import check_inputs
 from slurm_rl.storage.digest import digest_bytes, digest_entries, digest_value
 from slurm_rl.storage.durable import look_at_size, seal_files, write_file
 from slurm_rl.storage.fs import POSIX, Fs
-from slurm_rl.types import Input, Order, Result, canonical_json, dump_record, parse_order
+from slurm_rl.types import (
+    DECISION_PREFIX,
+    Input,
+    Order,
+    Result,
+    canonical_json,
+    dump_record,
+    parse_order,
+)
 
 Steps = Generator[float, None, Result | None]
 
@@ -118,6 +126,8 @@ def rollout_steps(order: Order, settings: dict[str, Any], fs: Fs) -> Generator[f
         fs.append(folder / "journal.jsonl", digest_bytes(line).encode() + b" " + line + b"\n")
     lines = [canonical_json(sample) for position in mine for sample in done[position]]
     fs.create(folder / "samples.jsonl", b"".join(line + b"\n" for line in lines))
+    if "TOY_DECIDES" in settings["rollout"].get("env", {}):
+        decide(folder.parents[1], fs)
     files = seal_files(folder, ["samples.jsonl"], fs=fs)
     content = {
         "weights": order.input("weights").content["weights"],
@@ -127,6 +137,15 @@ def rollout_steps(order: Order, settings: dict[str, Any], fs: Fs) -> Generator[f
         "seed": settings["seed"],
     }
     return Result(files, content, metrics={"reward": 1.0})
+
+
+def decide(stage_dir: Path, fs: Fs) -> None:
+    """Say that all groups of the stage are made: whoever is done may commit for the others. Here
+    that is said early; they are the same whoever makes them."""
+    path = stage_dir / f"{DECISION_PREFIX}toy.json"
+    if path.name not in fs.list(stage_dir):
+        with contextlib.suppress(FileExistsError):
+            fs.create(path, b"{}")
 
 
 def train_steps(order: Order, settings: dict[str, Any], fs: Fs) -> Generator[float, None, Result]:

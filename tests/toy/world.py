@@ -73,6 +73,8 @@ def make_settings(root: Path, **changes: object) -> Settings:
     chain = {name: changes.pop(name) for name in chain_names if name in changes}
     rollout_names = ("shards", "pools", "rollout_batch_size")
     rollout = {name: changes.pop(name) for name in rollout_names if name in changes}
+    if changes.pop("decides", False):
+        rollout["env"] = {"TOY_DECIDES": 1}
     return Settings.model_validate(
         {
             "run": {"name": "toy", "dir": str(root)},
