@@ -358,7 +358,7 @@ class World:
         found: Counter[str] = Counter()
         for path in self.run.root.glob("iterations/*/**/submit.*"):
             if re.fullmatch(r"submit\.\d+", path.name):
-                found[f"{path.parent.parent.name}/{path.parent.name}"] += 1
+                found[str(path.parent.relative_to(self.run.root / "iterations"))] += 1
         return found
 
 
