@@ -97,8 +97,8 @@ MUTANTS = {
     ),
     "an intent without a job is over at once": Mutant(
         "advances",
-        "chain/plan.py",
-        (("abs(age_s) >= spec.submit_deadline_s:", "abs(age_s) >= 0:"),),
+        "chain/plan_shards.py",
+        (("abs(age_s) >= spec.submit_deadline_s or", "abs(age_s) >= 0 or"),),
     ),
     "a job that waits for a stranger is left alone": Mutant(
         "controller",
