@@ -113,11 +113,12 @@ def _plan_submission(
 ) -> None:
     """Submit a link, or shards of it, that no live job stands for, or say why not yet."""
     held = [job for job in jobs_of(seen, view.jobs_of(seen)) if job.state is JobState.HELD]
+    part, reason, has_more = choose_part(spec, view, seen, held)
+    held = [] if part is None else jobs_of(part, held)
     if held:
         ids = tuple(sorted(job.job_id for job in held))
         draft.waiting.append(f"{held[0].name} ({ids[0]}) is held: {held[0].reason}")
         draft.actions.append(Cancel(ids, "held; replaced"))
-    part, reason, has_more = choose_part(spec, view, seen, held)
     num_tasks = 0 if part is None else max(1, len(part.missing_shards))
     must_leave = missing_ticks(spec, view) if parents or seen.is_eval else 0
     if num_tasks > draft.room - must_leave:

@@ -663,8 +663,9 @@ DRAWN = st.builds(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     faults=st.lists(DRAWN, min_size=1, max_size=3),
