@@ -8,6 +8,7 @@ weights: they are stages with a job of their own, and no stage of the chain need
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -224,6 +225,11 @@ class Graph:
         """Links of `iteration` and all after it, in order."""
         for i in range(iteration, self.num_iterations):
             yield from self.links(i)
+
+    def stages_from(self, iteration: int) -> Iterator[tuple[StageRef, tuple[Link, ...]]]:
+        """The same by the stage that they end with: the pools of one come together."""
+        for ref, links in itertools.groupby(self.links_from(iteration), lambda link: link.anchor):
+            yield ref, tuple(links)
 
 
 def _age(link: Link) -> tuple[int, int]:

@@ -237,7 +237,7 @@ def _read_window(run: RunDir, graph: Graph, control: Control, size: int, head: i
     write_head(run, head)
     links: list[Link] = []
     num_open = 0
-    for ref, of_stage in itertools.groupby(graph.links_from(head), key=lambda link: link.anchor):
+    for ref, of_stage in graph.stages_from(head):
         num_open += not has_commit(run, Slot(ref.iteration, ref.kind, control.timeline_of(ref)))
         links += of_stage
         if num_open >= size:
@@ -304,11 +304,8 @@ def _count_lost(scene: _Scene, link: Link, intents: list[Intent], missing: tuple
     for shard in missing or (None,):
         ours = [i for i in intents if shard is None or not i.shards or shard in i.shards]
         gone = max((i.number for i in ours if i.fallback), default=0)
-        silent_ones = (i for i in ours if i.number in silent and i.token not in live)
-        counted = (
-            i for i in silent_ones if i.number > forgiven and (i.fallback or i.number > gone)
-        )
-        lost.append(len(list(counted)))
+        counted = (i for i in ours if i.number > forgiven and (i.fallback or i.number > gone))
+        lost.append(sum(i.number in silent and i.token not in live for i in counted))
     return max(lost)
 
 

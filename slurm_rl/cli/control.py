@@ -56,8 +56,7 @@ def forgive(opened: OpenRun) -> None:
     control = read_control(opened.run)
     head = find_head(opened.run, chain.graph, control)
     forgiven: dict[str, int] = {}
-    stages = itertools.groupby(chain.graph.links_from(head), key=lambda link: link.anchor)
-    for _, links in itertools.islice(stages, chain.spec.window):
+    for _, links in itertools.islice(chain.graph.stages_from(head), chain.spec.window):
         for link in links:
             forgiven |= count_submissions(opened, control, link)
     for iteration in range(head, min(head + 2, chain.graph.num_iterations)):

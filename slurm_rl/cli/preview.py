@@ -57,8 +57,7 @@ def _show_graph(graph: Graph, num_iterations: int) -> None:
 def _show_first_jobs(settings: Settings, graph: Graph) -> None:
     spec, run = make_spec(settings, _TOKEN[:6]), RunDir(settings.run_dir)
     links: list[LinkView] = []
-    stages = itertools.groupby(graph.links_from(0), key=lambda link: link.anchor)
-    for _, of_stage in itertools.islice(stages, spec.window):
+    for _, of_stage in itertools.islice(graph.stages_from(0), spec.window):
         links += (_untouched(graph, link) for link in of_stage)
     planned = plan(spec, View(Control(), tuple(links), queue=()))
     say("\nfirst jobs:")

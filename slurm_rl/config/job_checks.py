@@ -25,7 +25,7 @@ from slurm_rl.config.derive import (
     stage_slurm,
     stage_time_s,
 )
-from slurm_rl.config.pools import job_kinds
+from slurm_rl.config.pools import job_kinds, largest_array
 from slurm_rl.config.problems import Path, Problem, format_value, nearest
 from slurm_rl.config.rollout_schema import Score
 from slurm_rl.config.schema import Settings
@@ -179,8 +179,7 @@ def _owner_of(settings: Settings, kind: str, name: str) -> Path:
 
 
 def _check_throttle(settings: Settings) -> Iterator[Problem]:
-    throttle, shards = settings.rollout.array_throttle, settings.rollout.shards
-    largest = max((pool.shards for pool in settings.rollout.pools.values()), default=shards)
+    throttle, largest = settings.rollout.array_throttle, largest_array(settings)
     path: Path = ("rollout", "array_throttle")
     if throttle is None:
         return

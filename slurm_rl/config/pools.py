@@ -36,6 +36,13 @@ def pool_shards(settings: Settings) -> dict[str, range]:
     return found
 
 
+def largest_array(settings: Settings) -> int:
+    """Shards of the largest array: of the rollout's only one, or of its largest pool."""
+    return max(
+        (len(part) for part in pool_shards(settings).values()), default=settings.rollout.shards
+    )
+
+
 def job_kind(settings: Settings, kind: str, shard: int) -> str:
     """The kind of the job in which a stage's shard is worked on."""
     if kind != "rollout":

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from slurm_rl.config.data_checks import data_uses
 from slurm_rl.config.derive import admission, data_sets, is_graded_later
+from slurm_rl.config.pools import largest_array
 from slurm_rl.config.problems import Path, Problem
 from slurm_rl.config.schema import Settings
 
@@ -26,8 +27,7 @@ def check_shards(settings: Settings) -> Problems:
         rule = f"is more than rollout_batch_size = {rollout.rollout_batch_size}"
         yield Problem(path, rule, "lower it: a shard needs a prompt", shards)
     limit = settings.max_submit_jobs
-    largest = max((pool.shards for pool in rollout.pools.values()), default=shards)
-    if limit is not None and largest > limit:
+    if limit is not None and largest_array(settings) > limit:
         rule = f"is more than max_submit_jobs = {limit}: the array could never be submitted"
         yield Problem(path, rule, "lower it", shards)
     if shards > settings.max_array_tasks:

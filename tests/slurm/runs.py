@@ -16,12 +16,12 @@ def open_run(folder: Path) -> ToyRun:
 
 
 def write(run: ToyRun, **changes: object) -> None:
-    """Two iterations in the partition that may be preempted."""
-    run.write(
-        launcher="slurm",
-        num_rollout=2,
-        host_python=sys.executable,
-        slurm={"partition": "low", "time": "00:05:00", "cpus_per_task": 1},
-        env={"TOY_SECOND": "0.5"},
-        **changes,
-    )
+    """Two iterations in the partition that may be preempted, unless `changes` say otherwise."""
+    usual = {
+        "launcher": "slurm",
+        "num_rollout": 2,
+        "host_python": sys.executable,
+        "slurm": {"partition": "low", "time": "00:05:00", "cpus_per_task": 1},
+        "env": {"TOY_SECOND": "0.5"},
+    }
+    run.write(**usual | changes)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 from slurm.cluster import Cluster, wait_for
-from slurm.runs import open_run
+from slurm.runs import open_run, write
 from toy.commands import ToyRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -49,10 +48,8 @@ def test_a_pool_that_cannot_start_goes_elsewhere_and_the_other_does_not_wait(
     half_down: Cluster, tmp_path: Path, expected: dict[str, str]
 ) -> None:
     run = open_run(tmp_path)
-    run.write(
-        launcher="slurm",
-        num_rollout=2,
-        host_python=sys.executable,
+    write(
+        run,
         slurm={"partition": "high", "time": "00:05:00", "cpus_per_task": 1},
         env={"TOY_SECOND": "0.2"},
         rollout__pools=POOLS,

@@ -270,9 +270,9 @@ def judge_arrays(settings: Settings, site: Site) -> Iterator[Finding]:
 def count_queued(settings: Settings) -> int:
     """Jobs and array tasks that a run keeps in the queue at most."""
     graph = build_graph(settings)
-    links = itertools.islice(graph.links_from(0), settings.chain.window + 1)
+    stages = itertools.islice(graph.stages_from(0), settings.chain.window + 1)
     # The setup stages of iteration 0 come once; the fullest window counts.
-    tasks = [max(graph.node(kind).num_shards for kind in link.kinds) for link in links]
+    tasks = [max(graph.node(kind).num_shards for kind in links[0].kinds) for _, links in stages]
     ticks = _NUM_TICKS if settings.submit_from == "anywhere" else 0
     evals = MAX_EVALS if settings.eval else 0
     return sum(sorted(tasks)[-settings.chain.window :]) + ticks + evals

@@ -184,6 +184,15 @@ def test_a_quality_of_service_that_is_not_there_or_gives_less() -> None:
     assert troubles(short)["wall time"] == "bad"
 
 
+def test_shards_in_pools_are_as_many_jobs_as_in_one_array() -> None:
+    """The pools of a stage take one place in the window."""
+    pools = {"fixed": {"shards": 2}, "spot": {"shards": 6}}
+    for window in (1, 2, 3, 5):
+        settings = make_settings(chain__window=window, rollout__pools=pools)
+        plain = make_settings(chain__window=window, rollout__shards=8)
+        assert count_queued(settings) == count_queued(plain)
+
+
 @given(
     window=st.integers(1, 6),
     shards=st.integers(1, 16),
