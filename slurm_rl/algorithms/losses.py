@@ -1,21 +1,45 @@
-"""Losses per token, and how they become one number.
+"""Losses of the policy, one number a trained token.
 
-Every loss here is `float32[N]`, one value a response token; `token_weights` holds what each
-counts, so that masked tokens, denominators and micro-batches are decided in one place.
+No loss here has a denominator: `aggregation` says what each token counts. All take the
+log-probabilities of the model being trained, through which alone the gradient flows, and those
+of the proximal policy: the model as it was before the first update of this iteration, in the
+trainer's numbers, not the engine's. A token whose inputs are not finite has a loss that is not
+finite and a gradient of 0 (`gradient_where_finite`): a weight of 0 drops it altogether.
 
-Legend: B samples, N response tokens of several samples laid end to end.
+Legend: N trained tokens of a micro-batch laid end to end.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from slurm_rl.algorithms.aggregation import token_weights, weighted_sum
+from slurm_rl.algorithms.kl import kl_estimate
+from slurm_rl.algorithms.numerics import (
+    as_float,
+    gradient_where_finite,
+    importance_ratio,
+    log_ratio,
+    sequence_means,
+)
+
+__all__ = [
+    "PolicyLoss",
+    "ppo_clip_loss",
+    "gspo_loss",
+    "cispo_loss",
+    "policy_gradient_loss",
+    "kl_estimate",
+    "token_weights",
+    "weighted_sum",
+]
+
 
 class PolicyLoss(NamedTuple):
-    """loss_N: what to minimise; ratio_N: policy over proximal policy; clipped_N: 1 where
-    the clip took effect (it removed the token's gradient)."""
+    """float[N] each. loss_N: what to minimise; ratio_N: policy over proximal policy, detached,
+    within exp(± LOG_RATIO_BOUND); clipped_N: 1 where the clip took effect."""
 
     loss_N: torch.Tensor
     ratio_N: torch.Tensor
@@ -29,74 +53,116 @@ def ppo_clip_loss(
     advantages_N: torch.Tensor,
     eps_clip: float,
     eps_clip_high: float | None = None,
+    eps_clip_c: float | None = None,
 ) -> PolicyLoss:
     """PPO's clipped surrogate: max(-A r, -A clip(r, 1 - eps_clip, 1 + eps_clip_high)).
 
-    All tensors float32[N]; the gradient flows through `logprobs_N` alone. The proximal
-    policy is the model as it was before the first update of this iteration, in the
-    trainer's numbers, not the engine's. No denominator: aggregate with `token_weights`.
+    r = exp(logprobs - proximal). eps_clip_high None: as eps_clip. eps_clip_c > 1 bounds the loss
+    of a negative advantage at -A eps_clip_c, where the plain form grows with r (dual clip).
+    clipped_N is 1 where a clip removed the token's gradient.
 
     Source: PPO (arXiv 1707.06347, eq. 7); an upper clip of its own is DAPO's "clip-higher"
-    (arXiv 2503.14476, eq. 10).
+    (arXiv 2503.14476, eq. 10); dual clip is Ye et al. (arXiv 1912.09729, eq. 5).
     """
-    high = eps_clip if eps_clip_high is None else eps_clip_high
-    ratio_N = torch.exp(logprobs_N - proximal_logprobs_N)
-    plain_N = -advantages_N * ratio_N
-    bounded_N = -advantages_N * torch.clamp(ratio_N, 1.0 - eps_clip, 1.0 + high)
-    loss_N = torch.maximum(plain_N, bounded_N)
-    return PolicyLoss(loss_N, ratio_N.detach(), (bounded_N > plain_N).to(loss_N.dtype))
+    logprobs_N = gradient_where_finite(logprobs_N, proximal_logprobs_N, advantages_N)
+    ratio_N = importance_ratio(logprobs_N, proximal_logprobs_N=proximal_logprobs_N)
+    return _clipped_surrogate(ratio_N, advantages_N, eps_clip, eps_clip_high, eps_clip_c)
 
 
-def kl_estimate(
+def gspo_loss(
     logprobs_N: torch.Tensor,
     *,
-    reference_logprobs_N: torch.Tensor,
-    kind: Literal["k1", "k2", "k3"] = "k3",
-) -> torch.Tensor:
-    """Per-token estimate of KL(policy || reference) from tokens that the policy sampled.
+    proximal_logprobs_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    sequence_N: torch.Tensor,
+    num_sequences: int,
+    eps_clip: float,
+    eps_clip_high: float | None = None,
+) -> PolicyLoss:
+    """GSPO: PPO's surrogate with one ratio a sequence, the geometric mean of its tokens' ratios.
 
-    With d = log policy - log reference, all float32[N]:
-        k1 = d                  unbiased, high variance, may be negative
-        k2 = d² / 2             biased, low variance
-        k3 = exp(-d) - 1 + d    unbiased, never negative
-    No denominator. Source: J. Schulman, "Approximating KL Divergence" (2020); k3 is GRPO's.
+    s = exp(mean over the sequence's trained tokens of (logprobs - proximal)). Each token has the
+    value of s and the gradient s × grad logprob_t, which averages over the sequence to grad s:
+    under `sequence` weights it is the paper's objective, under others its per-token form.
+    sequence_N int64: the number of each token's sequence; a sequence must be in one micro-batch
+    as a whole. ratio_N is s. Clip ranges are those of s, hundreds of times narrower than PPO's.
+
+    Source: Zheng et al. (arXiv 2507.18071, eq. 5 and 7; per token eq. 14).
     """
-    difference_N = logprobs_N.float() - reference_logprobs_N.float()
-    if kind == "k1":
-        return difference_N
-    if kind == "k2":
-        return 0.5 * difference_N**2
-    return torch.exp(-difference_N) - 1.0 + difference_N
+    difference_N = log_ratio(logprobs_N, proximal_logprobs_N)
+    mean_S = sequence_means(
+        difference_N.detach(), sequence_N=sequence_N, num_sequences=num_sequences
+    )
+    mean_N = mean_S[sequence_N]
+    logprobs_N = gradient_where_finite(as_float(logprobs_N), mean_N, advantages_N)
+    # Its value is the mean's exactly; its gradient is that of the token's log-probability.
+    ratio_N = torch.exp(mean_N + (logprobs_N - logprobs_N.detach()))
+    return _clipped_surrogate(ratio_N, advantages_N, eps_clip, eps_clip_high, None)
 
 
-def token_weights(
-    mask_N: torch.Tensor, *, lengths_B: torch.Tensor, per_token: bool = False
-) -> torch.Tensor:
-    """What each token counts in `sum(weights_N * loss_N) / denominator`.
+def cispo_loss(
+    logprobs_N: torch.Tensor,
+    *,
+    proximal_logprobs_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    eps_clip: float,
+    eps_clip_high: float | None = None,
+) -> PolicyLoss:
+    """CISPO: -A × clip(r, 1 - eps_clip, 1 + eps_clip_high) × logprob, the clipped ratio constant.
 
-    mask_N is 1 where a token is trained on; lengths_B are the samples' response lengths,
-    sum(lengths_B) = N. Returns float32[N], 0 where masked. A sample's own denominator is the
-    mask sum of its *whole* response, clamped to 1, whatever micro-batch it is in.
+    No token loses its gradient: the clip bounds what it counts. eps_clip >= 1 leaves the ratio
+    without a lower bound, as the paper does. clipped_N is 1 where r is out of its bounds.
 
-    per_token=False: mask / mask sum of its sample. The denominator is the number of samples
-        of the optimizer step: a mean over samples of means over tokens (GRPO,
-        arXiv 2402.03300, eq. 3).
-    per_token=True: the mask itself. The denominator is the mask sum of the optimizer step,
-        clamped to 1 (DAPO's token-level loss, arXiv 2503.14476, eq. 8).
+    Source: MiniMax-M1 (arXiv 2506.13585, eq. 4 and 5).
     """
-    mask = mask_N.to(torch.float32)
-    if per_token:
-        return mask
-    sample_N = torch.repeat_interleave(torch.arange(len(lengths_B)), lengths_B)
-    # index_add_ in a fixed order: a scatter's order is not promised on every device.
-    sums_B = torch.zeros(len(lengths_B)).index_add_(0, sample_N, mask)
-    return mask / sums_B.clamp(min=1.0)[sample_N]
+    logprobs_N = gradient_where_finite(as_float(logprobs_N), proximal_logprobs_N, advantages_N)
+    ratio_N = importance_ratio(logprobs_N.detach(), proximal_logprobs_N=proximal_logprobs_N)
+    bounded_N = torch.clamp(ratio_N, 1.0 - eps_clip, _upper(eps_clip, eps_clip_high))
+    loss_N = -as_float(advantages_N) * bounded_N * logprobs_N
+    return PolicyLoss(loss_N, ratio_N, (bounded_N != ratio_N).to(loss_N.dtype))
 
 
-def weighted_sum(values_N: torch.Tensor, *, weights_N: torch.Tensor) -> torch.Tensor:
-    """sum(weights_N * values_N), where a weight of 0 drops the value even if it is not finite.
+def policy_gradient_loss(
+    logprobs_N: torch.Tensor,
+    *,
+    proximal_logprobs_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+) -> PolicyLoss:
+    """The plain policy gradient: -A × logprob. The proximal policy serves to report the ratio.
 
-    A plain product would turn 0 × inf of a masked token into NaN. Both float32[N].
+    Unbiased for the first update of an iteration only: later ones are off-policy and nothing
+    here corrects for it. With advantages of 1 it is the loss of supervised fine-tuning.
+
+    Source: Williams, "Simple statistical gradient-following algorithms" (1992).
     """
-    kept_N = torch.where(weights_N != 0, values_N, torch.zeros_like(values_N))
-    return (kept_N * weights_N).sum()
+    logprobs_N = gradient_where_finite(as_float(logprobs_N), advantages_N)
+    ratio_N = importance_ratio(logprobs_N.detach(), proximal_logprobs_N=proximal_logprobs_N)
+    loss_N = -as_float(advantages_N) * logprobs_N
+    return PolicyLoss(loss_N, ratio_N, torch.zeros_like(loss_N.detach()))
+
+
+def _clipped_surrogate(
+    ratio_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    eps_clip: float,
+    eps_clip_high: float | None,
+    eps_clip_c: float | None,
+) -> PolicyLoss:
+    advantages_N = as_float(advantages_N)
+    plain_N = -advantages_N * ratio_N
+    bounded_N = -advantages_N * torch.clamp(
+        ratio_N, 1.0 - eps_clip, _upper(eps_clip, eps_clip_high)
+    )
+    loss_N = torch.maximum(plain_N, bounded_N)
+    clipped_N = bounded_N > plain_N
+    if eps_clip_c is not None:
+        assert eps_clip_c > 1.0, "a dual clip below 1 would bound the loss inside the clip range"
+        most_N = -advantages_N * eps_clip_c
+        dual_N = (advantages_N < 0) & (loss_N > most_N)
+        loss_N = torch.where(dual_N, most_N, loss_N)
+        clipped_N = clipped_N | dual_N
+    return PolicyLoss(loss_N, ratio_N.detach(), clipped_N.to(loss_N.dtype))
+
+
+def _upper(eps_clip: float, eps_clip_high: float | None) -> float:
+    return 1.0 + (eps_clip if eps_clip_high is None else eps_clip_high)

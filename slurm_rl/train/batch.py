@@ -14,7 +14,7 @@ b sequences of a micro-batch, S their padded length, N their trained tokens laid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slurm_rl.algorithms.advantages import group_advantages
 from slurm_rl.algorithms.losses import token_weights
 from slurm_rl.errors import DataError
 
@@ -59,21 +58,26 @@ class MicroBatch:
     tokens_bS:   int64, padded at the end.
     position_N:  where in the flattened [b, S] the logits are that predict each trained token.
     targets_N:   the trained tokens; weights_N their weights (`token_weights`).
+    sequence_N:  which of its `num_sequences` samples each is part of, from 0.
     served_N:    bool, whether a token is of the weights that the rollout served, not of older ones.
+    arrays:      what else goes with the trained tokens, by name: `advantages`, `values`, ….
     denominator: what this micro-batch adds to the step's denominator.
-    Filled by the step before the first update: proximal_N, reference_N.
+    Filled by the step before the first update: proximal_N, reference_N, correction_N.
     """
 
     tokens_bS: torch.Tensor
     position_N: torch.Tensor
     targets_N: torch.Tensor
+    sequence_N: torch.Tensor
     weights_N: torch.Tensor
-    advantages_N: torch.Tensor
     rollout_N: torch.Tensor
     served_N: torch.Tensor
     denominator: int
+    num_sequences: int
+    arrays: dict[str, torch.Tensor] = field(default_factory=dict)
     proximal_N: torch.Tensor | None = field(default=None)
     reference_N: torch.Tensor | None = field(default=None)
+    correction_N: torch.Tensor | None = field(default=None)
 
     def to(self, device: Any) -> MicroBatch:
         """The same with every tensor on `device`."""
@@ -81,6 +85,7 @@ class MicroBatch:
         for name in self.__slots__:
             value = getattr(self, name)
             values[name] = value.to(device) if torch.is_tensor(value) else value
+        values["arrays"] = {name: tensor.to(device) for name, tensor in self.arrays.items()}
         return MicroBatch(**values)
 
 
@@ -99,23 +104,6 @@ def conversation_sizes(samples: Samples) -> NDArray[np.int64]:
         )
     starts = np.append(np.flatnonzero(first_B), len(first_B))
     return np.diff(starts)
-
-
-def sample_advantages(samples: Samples, *, divide_by_std: bool) -> torch.Tensor:
-    """GRPO's advantage of every sample, float32[B] (`group_advantages`).
-
-    A conversation counts once in its group, with the mean of its samples' rewards; all of its
-    samples have its advantage.
-    """
-    sizes_U = conversation_sizes(samples)
-    starts_U = np.cumsum(sizes_U) - sizes_U
-    rewards_U = np.add.reduceat(samples.rewards, starts_U) / sizes_U.astype(np.float32)
-    advantages_U = group_advantages(
-        torch.from_numpy(rewards_U),
-        group_index_B=torch.from_numpy(samples.group_index[starts_U]),
-        divide_by_std=divide_by_std,
-    )
-    return advantages_U.repeat_interleave(torch.from_numpy(sizes_U))
 
 
 def plan_steps(
@@ -140,22 +128,33 @@ def plan_steps(
     return steps
 
 
+#: What is known of each trained token: where its logits are, the token, where it is in the whole
+#: rollout, and which sample it is of, in the micro-batch and in the rollout.
+_PLACES = ("position", "target", "r", "row", "sample")
+
+
+# long: one loop that says where each trained token is
 def pack_microbatch(
     samples: Samples,
     members: Sequence[int],
     *,
-    advantages_B: torch.Tensor,
+    arrays_R: Mapping[str, torch.Tensor],
     weights_R: torch.Tensor,
     per_token: bool,
     length_multiple: int = 1,
 ) -> MicroBatch:
-    """The samples `members` as one padded micro-batch; none give one padding sequence."""
+    """The samples `members` as one padded micro-batch; none give one padding sequence.
+
+    arrays_R: what goes with the response tokens of the whole rollout, by name.
+    """
     lengths = samples.prompt_lengths.astype(np.int64) + samples.response_lengths
     ends, response_ends = np.cumsum(lengths), np.cumsum(samples.response_lengths, dtype=np.int64)
     width = max([int(lengths[i]) for i in members], default=1)
     width = -(-width // length_multiple) * length_multiple
     tokens = np.zeros((max(len(members), 1), width), np.int64)
-    parts: dict[str, list[NDArray[Any]]] = {n: [] for n in ("position", "target", "r", "sample")}
+    parts: dict[str, list[NDArray[Any]]] = {
+        n: [] for n in ("position", "target", "r", "row", "sample")
+    }
     for row, i in enumerate(members):
         own = samples.tokens[ends[i] - lengths[i] : ends[i]]
         tokens[row, : len(own)] = own
@@ -164,6 +163,7 @@ def pack_microbatch(
         parts["position"].append(row * width + place - 1)
         parts["target"].append(own[place])
         parts["r"].append(trained + response_ends[i] - samples.response_lengths[i])
+        parts["row"].append(np.full(len(trained), row))
         parts["sample"].append(np.full(len(trained), i))
     joined = {
         name: torch.from_numpy(np.concatenate([*values, np.zeros(0, np.int64)]).astype(np.int64))
@@ -173,12 +173,14 @@ def pack_microbatch(
         tokens_bS=torch.from_numpy(tokens),
         position_N=joined["position"],
         targets_N=joined["target"],
+        sequence_N=joined["row"],
         weights_N=weights_R[joined["r"]],
-        advantages_N=advantages_B[joined["sample"]],
         rollout_N=torch.from_numpy(samples.rollout_logprobs)[joined["r"]],
         served_N=torch.from_numpy(samples.token_versions)[joined["r"]]
         == torch.from_numpy(samples.weights_version)[joined["sample"]],
         denominator=len(joined["target"]) if per_token else _count_firsts(samples, members),
+        num_sequences=max(len(members), 1),
+        arrays={name: values_R[joined["r"]] for name, values_R in arrays_R.items()},
     )
 
 

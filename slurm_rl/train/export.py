@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 
 from slurm_rl.train.families import Rule, join_shards, list_rules
 from slurm_rl.train.geometry import Geometry
-from slurm_rl.train.model import local_rules
+from slurm_rl.train.loading import local_rules
 from slurm_rl.train.weights import INDEX, WeightsLayout, write_weights
 
 #: Names of the ways to store weights: never taken along, since they would be stale.

@@ -40,11 +40,12 @@ def pack_probe(tokens: list[int], *, length_multiple: int) -> MicroBatch:
         tokens_bS=padded,
         position_N=torch.arange(num),
         targets_N=padded[0, 1 : len(tokens)].clone(),
+        sequence_N=torch.zeros(num, dtype=torch.int64),
         weights_N=none,
-        advantages_N=none,
         rollout_N=none,
         served_N=torch.zeros(num, dtype=torch.bool),
         denominator=0,
+        num_sequences=1,
     )
 
 
@@ -55,7 +56,7 @@ def measure_probe(engine: Any, *, max_positions: int) -> dict[str, Any]:
     ranks. Random state and model are left as they were. Raises NumericsError if a log-prob is not
     finite: such weights must not be committed.
     """
-    from slurm_rl.train.step import policy_logprobs
+    from slurm_rl.train.forward import policy_logprobs
 
     tokens = probe_tokens(engine.vocab_size, max_positions=max_positions)
     config = engine.model.config

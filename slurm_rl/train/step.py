@@ -3,62 +3,37 @@
 What it does, in order: log-probabilities of the policy before the update (the proximal
 policy) and of the reference; advantages; then for each global batch the clipped loss, its
 gradient, checks, and one optimizer step. What is left out here: files, commits, ranks
-finding each other, and how micro-batches are cut (`batch.py`).
+finding each other, how micro-batches are cut (`batch.py`) and run (`forward.py`).
 
-Legend: B samples, R response tokens of the rollout, N trained tokens of a micro-batch,
-V vocabulary columns of this tensor rank.
+Legend: B samples, R response tokens of the rollout, V vocabulary columns of this tensor rank.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from slurm_rl.algorithms.losses import kl_estimate, ppo_clip_loss, weighted_sum
 from slurm_rl.config.schema import Train
 from slurm_rl.errors import NumericsError
-from slurm_rl.train.batch import (
-    MicroBatch,
-    Samples,
-    conversation_sizes,
-    pack_microbatch,
-    plan_steps,
-    rollout_weights,
-    sample_advantages,
+from slurm_rl.train.batch import MicroBatch, Samples
+from slurm_rl.train.forward import (
+    Engine,
+    count,
+    pack_own_share,
+    policy_logprobs,
+    predict,
+    run_microbatches,
 )
 from slurm_rl.train.gap import Gap, check_gap, measure_gap
+from slurm_rl.train.objective import SUMS, policy_loss
 from slurm_rl.train.optimizer import current_lr
 from slurm_rl.train.partial import StepState
-from slurm_rl.train.vocab_parallel import logprobs_and_entropy
-
-#: Sums over trained tokens, each weighted as the loss is; divided by the denominator.
-SUMS = ("loss", "pg_loss", "pg_clipfrac", "ppo_kl", "entropy_loss", "kl_loss")
-
-
-@dataclass(slots=True)
-class Engine:
-    """What a step works on: Megatron's objects, and the numbers that they go with.
-
-    model: the wrapped model; vocab_size: without padding; temperature: the rollout's;
-    per_token: how losses aggregate (`token_weights`).
-    """
-
-    model: Any
-    optimizer: Any
-    scheduler: Any
-    vocab_size: int
-    temperature: float
-    per_token: bool
-    optimizer_steps: int = 0
-
+from slurm_rl.train.returns import sample_advantages, spread
 
 #: Computes log-probabilities of micro-batches under another model: the reference.
 Reference = Callable[[list[MicroBatch]], list[torch.Tensor]]
@@ -86,7 +61,8 @@ def train_rollout(
     not the proximal policy (`train.check_first_ratio`).
     """
     advantages_B = sample_advantages(samples, divide_by_std=train.normalize_advantages_std)
-    steps = _pack_own_share(engine, samples, advantages_B=advantages_B, train=train)
+    arrays_R = {"advantages": spread(advantages_B, samples)}
+    steps = pack_own_share(engine, samples, arrays_R=arrays_R, train=train)
 
     everything = [batch for microbatches in steps for batch in microbatches]
     if resumed is not None:
@@ -100,7 +76,10 @@ def train_rollout(
     gap = measure_gap(everything)
     check_gap(gap, train=train, first=first_gap)
 
-    loss = partial(_loss, engine=engine, train=train)
+    def loss(batch: MicroBatch, logits_bSV: torch.Tensor) -> Any:
+        total, report = policy_loss(batch, *predict(engine, batch, logits_bSV), train=train)
+        return total, count(batch.denominator, logits_bSV), report
+
     for number, microbatches in enumerate(steps):
         if number < state.num_steps:
             continue
@@ -133,133 +112,6 @@ def _hand_out(state: StepState, microbatches: list[MicroBatch]) -> None:
         batch.proximal_N = logprobs_N.to(batch.tokens_bS.device)
     for batch, logprobs_N in zip(microbatches, state.references, strict=bool(state.references)):
         batch.reference_N = logprobs_N.to(batch.tokens_bS.device)
-
-
-def policy_logprobs(
-    engine: Engine, microbatches: list[MicroBatch], *, temperature: float | None = None
-) -> list[torch.Tensor]:
-    """Log-probabilities float32[N] of each micro-batch's trained tokens, without gradient.
-
-    Logits are divided by `temperature` (None: the rollout's) first. Empty except on the last
-    pipeline rank.
-    """
-    asked = engine if temperature is None else replace(engine, temperature=temperature)
-
-    def report(batch: MicroBatch, logits_bSV: torch.Tensor) -> Any:
-        logprobs_N, _ = _predict(asked, batch, logits_bSV)
-        return logprobs_N.sum(), _count(0, logits_bSV), {"logprobs": logprobs_N}
-
-    with torch.no_grad():
-        parts = run_microbatches(engine.model, microbatches, report, forward_only=True)
-    return [part["logprobs"] for part in parts]
-
-
-def run_microbatches(
-    model: Any,
-    microbatches: list[MicroBatch],
-    loss: Callable[..., Any],
-    *,
-    forward_only: bool = False,
-) -> list[Any]:
-    """Forward (and backward) passes by Megatron's schedule, with pipelines or without.
-
-    `loss(batch, logits_bSV)` gives (sum to differentiate, denominator, report); the reports
-    come back in order, on the last pipeline rank.
-    """
-    # A bfloat16 wrapper would make a float32 copy of all logits; only some are needed.
-    extra = {"fp32_output": False} if _is_float16_wrapped(model) else {}
-
-    def forward(batches: Iterator[MicroBatch], module: Any) -> Any:
-        batch = next(batches)
-        tokens = batch.tokens_bS
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        return module(tokens, positions, None, **extra), partial(loss, batch)
-
-    reports: list[Any] = get_forward_backward_func()(
-        forward_step_func=forward,
-        data_iterator=iter(microbatches),
-        model=[model],
-        num_microbatches=len(microbatches),
-        # With pipelines the shapes travel along (`variable_seq_lengths`).
-        seq_length=microbatches[0].tokens_bS.shape[1],
-        micro_batch_size=microbatches[0].tokens_bS.shape[0],
-        forward_only=forward_only,
-    )
-    return reports
-
-
-def _loss(batch: MicroBatch, logits_bSV: torch.Tensor, *, engine: Engine, train: Train) -> Any:
-    """The micro-batch's weighted sum of losses, its denominator, and what to report."""
-    assert batch.proximal_N is not None
-    logprobs_N, entropy_N = _predict(engine, batch, logits_bSV)
-    policy = ppo_clip_loss(
-        logprobs_N,
-        proximal_logprobs_N=batch.proximal_N,
-        advantages_N=batch.advantages_N,
-        eps_clip=train.eps_clip,
-        eps_clip_high=train.eps_clip_high,
-    )
-    total_N = policy.loss_N - train.entropy_coef * entropy_N
-    kl_N = torch.zeros_like(policy.loss_N)
-    if batch.reference_N is not None:
-        kl_N = kl_estimate(
-            logprobs_N, reference_logprobs_N=batch.reference_N, kind=train.kl_loss_type
-        )
-        total_N = total_N + train.kl_loss_coef * kl_N
-    loss = weighted_sum(total_N, weights_N=batch.weights_N)
-
-    with torch.no_grad():
-        values = (
-            total_N,
-            policy.loss_N,
-            policy.clipped_N,
-            batch.proximal_N - logprobs_N,
-            entropy_N,
-            kl_N,
-        )
-        sums = torch.stack([weighted_sum(v, weights_N=batch.weights_N) for v in values])
-        ratio = _max((policy.ratio_N - 1.0).abs())
-    return loss, _count(batch.denominator, logits_bSV), {"sums": sums, "ratio": ratio}
-
-
-def _predict(engine: Engine, batch: MicroBatch, logits_bSV: torch.Tensor) -> Any:
-    return logprobs_and_entropy(
-        logits_bSV.flatten(0, 1).index_select(0, batch.position_N),
-        targets_N=batch.targets_N,
-        temperature=engine.temperature,
-        vocab_size=engine.vocab_size,
-        group=parallel_state.get_tensor_model_parallel_group(),
-    )
-
-
-def _pack_own_share(
-    engine: Engine, samples: Samples, *, advantages_B: torch.Tensor, train: Train
-) -> list[list[MicroBatch]]:
-    """This data-parallel rank's micro-batches of each optimizer step, on its device."""
-    plan = plan_steps(
-        conversation_sizes(samples).tolist(),
-        global_batch_size=train.global_batch_size,
-        micro_batch_size=train.micro_batch_size,
-        dp_size=parallel_state.get_data_parallel_world_size(),
-    )
-    weights_R = rollout_weights(samples, per_token=engine.per_token)
-    config = engine.model.config
-    tp_size = config.tensor_model_parallel_size
-    device = torch.cuda.current_device()
-    return [
-        [
-            pack_microbatch(
-                samples,
-                members,
-                advantages_B=advantages_B,
-                weights_R=weights_R,
-                per_token=engine.per_token,
-                length_multiple=tp_size if config.sequence_parallel else 1,
-            ).to(device)
-            for members in ranks[parallel_state.get_data_parallel_rank()]
-        ]
-        for ranks in plan
-    ]
 
 
 def _reduce_report(parts: list[Any], microbatches: list[MicroBatch]) -> dict[str, float]:
@@ -307,15 +159,3 @@ def _check_first_ratio(value: float, *, limit: float, where: str) -> None:
             hint="the same model gave other log-probabilities twice: dropout, or a kernel that "
             "is not deterministic",
         )
-
-
-def _is_float16_wrapped(model: Any) -> bool:
-    return type(getattr(model, "module", None)).__name__ == "Float16Module"
-
-
-def _count(value: int, like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.int, device=like.device)
-
-
-def _max(values_N: torch.Tensor) -> torch.Tensor:
-    return values_N.max() if len(values_N) else values_N.new_zeros(())

@@ -36,14 +36,16 @@ from slurm_rl.train import checkpoint, cpu, distributed, rng
 from slurm_rl.train.batch import MicroBatch, Samples, check_samples
 from slurm_rl.train.distributed import World
 from slurm_rl.train.export import export_weights, read_companions
+from slurm_rl.train.forward import Engine, policy_logprobs
 from slurm_rl.train.geometry import Geometry, read_geometry
-from slurm_rl.train.model import build_model, load_weights, model_config, wrap_model
+from slurm_rl.train.loading import load_weights
+from slurm_rl.train.model import build_model, model_config, wrap_model
 from slurm_rl.train.optimizer import build_optimizer, build_scheduler, current_lr
 from slurm_rl.train.options import MegatronOptions, split_megatron
 from slurm_rl.train.partial import Partial, StepState, delete_partials, read_state, save_state
 from slurm_rl.train.probe import measure_probe
 from slurm_rl.train.sealing import seal_shares
-from slurm_rl.train.step import Engine, policy_logprobs, train_rollout
+from slurm_rl.train.step import train_rollout
 from slurm_rl.train.weights import WeightsLayout, read_layout
 from slurm_rl.types import FileEntry
 

@@ -121,7 +121,7 @@ def test_log_probabilities_agree_with_transformers(tmp_path, made_models, open_t
     batch = pack_microbatch(
         samples,
         range(4),
-        advantages_B=torch.zeros(4),
+        arrays_R={},
         weights_R=rollout_weights(samples, per_token=False),
         per_token=False,
     )

@@ -253,17 +253,18 @@ def test_training_raises_the_probability_of_what_was_rewarded(tmp_path, made_mod
 
     def mean_logprobs():
         from slurm_rl.train.batch import pack_microbatch, rollout_weights
+        from slurm_rl.train.returns import spread
 
         batch = pack_microbatch(
             samples,
             range(16),
-            advantages_B=torch.from_numpy(rewards),
+            arrays_R={"rewards": spread(torch.from_numpy(rewards), samples)},
             weights_R=rollout_weights(samples, per_token=False),
             per_token=False,
         )
         batch = batch.to(next(trainer.model.parameters()).device)
         (logprobs,) = trainer.logprobs([batch])
-        good = batch.advantages_N > 0
+        good = batch.arrays["rewards"] > 0
         return logprobs[good].mean().item(), logprobs[~good].mean().item()
 
     before = mean_logprobs()

@@ -16,8 +16,8 @@ from slurm_rl.train.batch import (
     pack_microbatch,
     plan_steps,
     rollout_weights,
-    sample_advantages,
 )
+from slurm_rl.train.returns import sample_advantages, spread
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def pack(samples, members, **options):
     return pack_microbatch(
         samples,
         members,
-        advantages_B=torch.tensor([0.1, 0.2, 0.3]),
+        arrays_R={"advantages": spread(torch.tensor([0.1, 0.2, 0.3]), samples)},
         weights_R=options.pop("weights_R", rollout_weights(samples, per_token=False)),
         per_token=options.pop("per_token", False),
         **options,
@@ -63,14 +63,14 @@ def test_values_go_with_their_tokens(samples):
     batch = pack(samples, [0, 1, 2])
     assert batch.rollout_N.tolist() == [-1, -2, -3, -5, -6]
     assert batch.weights_N.tolist() == [0.5, 0.5, 0.5, 0.5, 1.0]
-    assert torch.allclose(batch.advantages_N, torch.tensor([0.1, 0.1, 0.2, 0.2, 0.3]))
+    assert torch.allclose(batch.arrays["advantages"], torch.tensor([0.1, 0.1, 0.2, 0.2, 0.3]))
     assert batch.denominator == 3
     assert pack(samples, [0, 1, 2], per_token=True).denominator == 5
 
 
 def test_a_part_holds_what_the_whole_does(samples):
     whole, parts = pack(samples, [0, 1, 2]), [pack(samples, [i]) for i in range(3)]
-    for name in ("targets_N", "weights_N", "advantages_N", "rollout_N"):
+    for name in ("targets_N", "weights_N", "rollout_N"):
         joined = torch.cat([getattr(part, name) for part in parts])
         assert torch.equal(joined, getattr(whole, name)), name
 
