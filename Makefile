@@ -4,11 +4,18 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SGLANG_VENV ?= .venv-sglang
+ORACLES_VENV ?= .venv-oracles
 # torch's version is pinned to one that has a CPU build for Python 3.11 and 3.12.
 TORCH ?= torch==2.13.0
+# What numbers are compared with. verl and TRL go in without their dependencies, of which most serve
+# engines that no test here starts; then what they import on a CPU.
+ORACLES := verl==0.9.1 trl==1.16.0 omegaconf==2.4.0 tensordict==0.15.3 pyvers==0.2.3 codetiming==1.4.0
+ORACLES_NEED := ray==2.60.0 datasets==5.2.0 pandas==3.1.1
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+FAST := $(PYTEST) -q -m 'not slow and not exhaustive'
+ORACLES_PYTEST := OMP_NUM_THREADS=1 $(ORACLES_VENV)/bin/python -m pytest
 
-.PHONY: install demo test test-fast test-exhaustive test-slurm chaos test-gpu lint format docs bench smollm2 sglang-cpu clean
+.PHONY: install demo test test-fast test-oracles test-exhaustive test-slurm chaos test-gpu lint format docs bench smollm2 sglang-cpu oracles clean
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
@@ -24,24 +31,46 @@ $(SGLANG_VENV)/.installed: tools/install_sglang_cpu.sh $(wildcard tools/sglang_c
 	PYTHON=$(PYTHON) bash tools/install_sglang_cpu.sh $(SGLANG_VENV)
 	touch $@
 
+oracles: $(ORACLES_VENV)/.installed ## verl and TRL, to compare numbers with; 0.4 GB
+
+# An environment of its own that sees the packages of $(VENV): torch is not installed twice, and pip
+# does not report, at each later install there, what verl says that it needs.
+$(ORACLES_VENV)/.installed: $(VENV)/.installed
+	$(BIN)/python -m venv $(ORACLES_VENV)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  >"$$($(ORACLES_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
+	$(ORACLES_VENV)/bin/pip install -q $(ORACLES_NEED)
+	$(ORACLES_VENV)/bin/pip install -q --no-deps $(ORACLES)
+	touch $@
+
 demo: install ## a whole run on this machine, no GPU and no Slurm
 	$(BIN)/slurm-rl submit configs/quickstart.yaml --wait
 
-test: install sglang-cpu lint ## everything, a real Slurm and a real SGLang included
-	# In a process of their own: they make a hundred trainers in it, one after the other.
-	$(PYTEST) -q tests/parity
+test: install sglang-cpu oracles lint ## everything, a real Slurm and a real SGLang included
 	# Three at once on two cores: a real Slurm's tests mostly wait for it, and the in-memory cluster's
-	# are one process. What they print is shown after the others'.
+	# are one process. Parity is a process of its own, which makes a hundred trainers one after the
+	# other. What those in the background print is shown after the others'.
 	@mkdir -p .cache
 	@$(PYTEST) -q tests/slurm --durations=15 >.cache/test-slurm.log 2>&1 & slurm=$$!; \
 	$(PYTEST) -q tests/chain -m 'not exhaustive' --durations=15 >.cache/test-chain.log 2>&1 & chain=$$!; \
+	failed=0; \
+	$(PYTEST) -q tests/parity || failed=1; \
+	$(ORACLES_PYTEST) -q tests/oracles || failed=1; \
 	$(PYTEST) -q tests -m 'not exhaustive' --durations=15 \
-	  $(addprefix --ignore=tests/,gpu parity slurm chain); failed=$$?; \
+	  $(addprefix --ignore=tests/,gpu oracles parity slurm chain) || failed=1; \
 	wait $$chain || failed=1; wait $$slurm || failed=1; \
 	cat .cache/test-chain.log .cache/test-slurm.log; exit $$failed
 
-test-fast: install ## under two minutes
-	$(PYTEST) -q tests/unit tests/chain -m 'not slow and not exhaustive'
+test-fast: install ## under two minutes on two cores
+	@mkdir -p .cache
+	@$(FAST) tests/unit/rollout >.cache/fast-rollout.log 2>&1 & rollout=$$!; \
+	$(FAST) tests/chain tests/unit/storage >.cache/fast-chain.log 2>&1 & chain=$$!; \
+	$(FAST) tests/unit $(addprefix --ignore=tests/unit/,rollout storage); failed=$$?; \
+	wait $$chain || failed=1; wait $$rollout || failed=1; \
+	cat .cache/fast-chain.log .cache/fast-rollout.log; exit $$failed
+
+test-oracles: oracles ## every formula against verl and TRL; a minute
+	$(ORACLES_PYTEST) -q tests/oracles
 
 test-exhaustive: install ## every fault before every effect of the protocol; about an hour
 	$(PYTEST) -q tests/chain -m exhaustive
@@ -79,4 +108,4 @@ bench: demo ## the figures of docs/benchmarks.md that need no Slurm and no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python tools/bench_train.py runs/quickstart
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) .cache runs
+	rm -rf $(VENV) $(SGLANG_VENV) $(ORACLES_VENV) .cache runs

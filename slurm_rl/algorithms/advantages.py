@@ -44,7 +44,7 @@ def rloo_advantages(rewards_B: torch.Tensor, *, group_index_B: torch.Tensor) -> 
     r_i - sum_{j != i} r_j / (n - 1), which is n / (n - 1) times the centred reward. A group of
     one sample has no others, and gets 0: it is not trained on.
 
-    Source: Ahmadian et al. (arXiv 2402.14740, eq. 8).
+    Source: Ahmadian et al. (arXiv 2402.14740).
 
     Example: rewards 1, 0, 0 in one group give 1, -0.5, -0.5.
     """

@@ -4,6 +4,19 @@ The weights are made once, from the whole rollout, and travel with their tokens;
 is an integer that micro-batches and ranks add up. So the same loss comes out however the rollout
 is cut, packed and spread, and no micro-batch knows another.
 
+    sequence  1 / trained tokens of its sequence: a mean over sequences of means over tokens
+              (GRPO, arXiv 2402.03300, eq. 3)
+    token     1: a mean over tokens (DAPO, arXiv 2503.14476, eq. 8)
+    group     sequences of its group / trained tokens of its group: a mean over groups of means
+              over their tokens, where a group counts by its sequences (all the same if groups
+              are of one size)
+    constant  1 / a constant length: sums over tokens, divided by what no response changes
+              (Dr. GRPO, arXiv 2503.20783, section 3.2)
+
+The denominator counts the optimizer step's trained tokens for `token` and its sequences for all
+others. Token counts are those of whole sequences and groups, clamped to 1, wherever the rollout
+is cut; masked tokens are in none.
+
 Legend: B sequences (conversations: a sample, or the samples that are parts of one), R response
 tokens of all of them laid end to end, N those of some of them.
 """
@@ -28,22 +41,10 @@ def token_weights(
     constant_length: float | None = None,
     per_token: bool = False,
 ) -> torch.Tensor:
-    """What each token counts in `sum(weights * loss) / denominator`, float32[R], 0 where masked.
+    """What each trained token counts by `aggregation`, float32[R]; 0 where mask_R is 0.
 
-    mask_R is not 0 where a token is trained on; sum(lengths_B) = R. Token counts are those of
-    whole sequences, clamped to 1, whatever micro-batch a sequence is in. The denominator counts
-    the optimizer step's trained tokens for `token`, its conversations for all others.
-
-    sequence: 1 / trained tokens of its sequence. A mean over sequences of means over tokens
-        (GRPO, arXiv 2402.03300, eq. 3).
-    token: 1. A mean over tokens (DAPO, arXiv 2503.14476, eq. 8).
-    group: conversations of its group / trained tokens of its group. A mean over groups of means
-        over their tokens, where a group counts by its conversations (all the same if groups
-        are of one size), so that the denominator is that of `sequence`. Needs group_index_B.
-    constant: 1 / constant_length. Sums over tokens, by a length that no response changes
-        (Dr. GRPO, arXiv 2503.20783, section 3.2). Needs constant_length.
-
-    per_token=True is the same as aggregation="token".
+    lengths_B and mask_R integer, sum(lengths_B) = R. `group` needs group_index_B, `constant`
+    needs constant_length. per_token=True is the same as aggregation="token".
     """
     mask_R = mask_R != 0
     kind = "token" if per_token else aggregation
@@ -54,15 +55,20 @@ def token_weights(
         return mask_R / constant_length
     sequence_R = sequence_of_tokens(lengths_B, num_tokens=len(mask_R))
     if kind == "sequence":
-        tokens_B = sequence_sums(mask_R, sequence_N=sequence_R, num_sequences=len(lengths_B))
-        return mask_R / tokens_B.clamp(min=1)[sequence_R]
+        return _means(mask_R, sequence_R, torch.ones_like(lengths_B))
     assert group_index_B is not None
     group_B = torch.unique(group_index_B, return_inverse=True)[1]
-    most = len(group_B)
-    group_R = group_B[sequence_R]
-    members_G = sequence_sums(torch.ones_like(group_B), sequence_N=group_B, num_sequences=most)
-    tokens_G = sequence_sums(mask_R, sequence_N=group_R, num_sequences=most)
-    return mask_R * (members_G / tokens_G.clamp(min=1))[group_R]
+    # No more groups than sequences.
+    members_G = sequence_sums(
+        torch.ones_like(group_B), sequence_N=group_B, num_sequences=len(group_B)
+    )
+    return _means(mask_R, group_B[sequence_R], members_G)
+
+
+def _means(mask_R: torch.Tensor, owner_R: torch.Tensor, counts_S: torch.Tensor) -> torch.Tensor:
+    """What an owner counts, divided over its trained tokens."""
+    tokens_S = sequence_sums(mask_R, sequence_N=owner_R, num_sequences=len(counts_S))
+    return mask_R * (counts_S / tokens_S.clamp(min=1)).to(torch.float32)[owner_R]
 
 
 def weighted_sum(values_N: torch.Tensor, *, weights_N: torch.Tensor) -> torch.Tensor:

@@ -16,13 +16,15 @@ Legend: N trained tokens laid end to end, S the sequences they are of.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
 
 from slurm_rl.algorithms.numerics import (
-    LOG_RATIO_BOUND,
     as_float,
+    bounded_exp,
+    log_ratio,
     sequence_means,
     sequence_sums,
 )
@@ -90,12 +92,12 @@ def off_policy_ratio(
         geometric  exp(mean of d over its sequence): biased, of the size of a token's ratio
     Sequence levels give all tokens of a sequence the same ratio. A sequence must be given whole.
     """
-    d_N = as_float(proximal_logprobs_N.detach()) - as_float(rollout_logprobs_N.detach())
+    d_N = log_ratio(proximal_logprobs_N.detach(), other_logprobs_N=rollout_logprobs_N.detach())
     if level != "token":
         reduce = sequence_sums if level == "sequence" else sequence_means
         d_S = reduce(d_N, sequence_N=sequence_N, num_sequences=num_sequences)
         d_N = d_S.to(d_N.dtype)[sequence_N]
-    return torch.exp(torch.clamp(d_N, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+    return bounded_exp(d_N)
 
 
 def off_policy_correction(
@@ -109,34 +111,30 @@ def off_policy_correction(
 ) -> Correction:
     """The weight of each token, to be multiplied onto its loss. No rule: all weights are 1.
 
-    A ratio that is not a number is kept nowhere by a mask or a rejection; truncated, it stays
-    NaN, and the loss shows it.
+    A ratio of NaN is not kept by a mask or a rejection; truncated, the loss shows it.
 
     Source: truncated importance sampling, Ionides (2008) and Yao et al., "Your efficient RL
     framework secretly brings you off-policy RL training" (2025); masking and rejection of
     sequences by their geometric mean, Li et al., "When speed kills stability" (2025).
     """
-
-    def ratio(level: Level) -> torch.Tensor:
-        return off_policy_ratio(
-            proximal_logprobs_N,
-            rollout_logprobs_N=rollout_logprobs_N,
-            sequence_N=sequence_N,
-            num_sequences=num_sequences,
-            level=level,
-        )
-
+    ratio = partial(
+        off_policy_ratio,
+        proximal_logprobs_N,
+        rollout_logprobs_N=rollout_logprobs_N,
+        sequence_N=sequence_N,
+        num_sequences=num_sequences,
+    )
     weights_N = torch.ones_like(as_float(proximal_logprobs_N.detach()))
     kept_N = torch.ones_like(weights_N, dtype=torch.bool)
     outside_N = ~kept_N
     if importance is not None:
-        ratio_N = ratio(importance.level)
+        ratio_N = ratio(level=importance.level)
         weights_N = torch.clamp(ratio_N, importance.low, importance.high)
         outside_N = ~_within(ratio_N, importance)
         if importance.outside == "mask":
             kept_N = ~outside_N
     if rejection is not None:
-        kept_N = kept_N & _within(ratio(rejection.level), rejection)
+        kept_N = kept_N & _within(ratio(level=rejection.level), rejection)
     weights_N = torch.where(kept_N, weights_N, 0.0)
     most = weights_N.amax() if len(weights_N) else weights_N.new_zeros(())
     return Correction(

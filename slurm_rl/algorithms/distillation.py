@@ -41,17 +41,21 @@ def topk_kl(
 ) -> torch.Tensor:
     """KL of two distributions over the K tokens and one bucket for all others, float[N].
 
-    forward, KL(teacher || student): sum_k t_k (log t_k - log s_k) + t_rest (log t_rest - log s_rest)
+    forward, KL(teacher || student): sum_k t_k log(t_k / s_k) + t_rest log(t_rest / s_rest)
     reverse, KL(student || teacher): the same with s and t exchanged
     where t_rest = 1 - sum_k t_k, at least 1e-6 (TAIL_FLOOR), and s_rest likewise.
 
     Never more than the KL over the whole vocabulary, and equal to it where the others are
     distributed alike. Both [N, K], at the same token ids; the gradient flows through the
     student's. A token id that one gives no probability (-inf) adds 0 where it is weighed by it.
-    No denominator. Source: Agarwal et al. (arXiv 2306.13649, eq. 2), with the rest in one bucket.
+    No denominator. Source: Agarwal et al. (arXiv 2306.13649), with the rest in one bucket.
     """
     teacher_NK = as_float(teacher_logprobs_NK.detach())
-    student_NK = gradient_where_finite(as_float(student_logprobs_NK))
+    student_NK = as_float(student_logprobs_NK)
+    # Not a number if any of a row is none; -inf counts 0.
+    whole_N1 = (student_NK.detach().exp() + teacher_NK.exp()).sum(dim=-1, keepdim=True)
+    divisors = (teacher_NK,) if direction == "reverse" else ()
+    student_NK = gradient_where_finite(student_NK, whole_N1, *divisors)
     teacher_NL, student_NL = _with_rest(teacher_NK), _with_rest(student_NK)
     if direction == "forward":
         p_NL, q_NL = teacher_NL, student_NL

@@ -39,13 +39,15 @@ def kl_estimate(
     which without the ratio it is not.
 
     Source: J. Schulman, "Approximating KL Divergence" (2020); k3 is GRPO's (arXiv 2402.03300,
-    eq. 4); the unbiased form is DeepSeek-V3.2's (arXiv 2512.02556, section 3.1).
+    eq. 4); the unbiased form is DeepSeek-V3.2's (arXiv 2512.02556, eq. 7).
     """
     others = () if importance_ratio_N is None else (importance_ratio_N,)
     logprobs_N = gradient_where_finite(as_float(logprobs_N), reference_logprobs_N, *others)
     difference_N = logprobs_N - as_float(reference_logprobs_N)
     estimate_N = _estimate(difference_N, kind)
-    return estimate_N if importance_ratio_N is None else importance_ratio_N * estimate_N
+    if importance_ratio_N is None:
+        return estimate_N
+    return gradient_where_finite(importance_ratio_N, estimate_N) * estimate_N
 
 
 def _estimate(difference_N: torch.Tensor, kind: KlKind) -> torch.Tensor:

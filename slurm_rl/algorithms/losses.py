@@ -19,6 +19,7 @@ from slurm_rl.algorithms.aggregation import token_weights, weighted_sum
 from slurm_rl.algorithms.kl import kl_estimate
 from slurm_rl.algorithms.numerics import (
     as_float,
+    bounded_exp,
     gradient_where_finite,
     importance_ratio,
     log_ratio,
@@ -62,7 +63,7 @@ def ppo_clip_loss(
     clipped_N is 1 where a clip removed the token's gradient.
 
     Source: PPO (arXiv 1707.06347, eq. 7); an upper clip of its own is DAPO's "clip-higher"
-    (arXiv 2503.14476, eq. 10); dual clip is Ye et al. (arXiv 1912.09729, eq. 5).
+    (arXiv 2503.14476, eq. 10); dual clip is Ye et al. (arXiv 1912.09729).
     """
     logprobs_N = gradient_where_finite(logprobs_N, proximal_logprobs_N, advantages_N)
     ratio_N = importance_ratio(logprobs_N, proximal_logprobs_N=proximal_logprobs_N)
@@ -87,16 +88,15 @@ def gspo_loss(
     sequence_N int64: the number of each token's sequence; a sequence must be in one micro-batch
     as a whole. ratio_N is s. Clip ranges are those of s, hundreds of times narrower than PPO's.
 
-    Source: Zheng et al. (arXiv 2507.18071, eq. 5 and 7; per token eq. 14).
+    Source: Zheng et al. (arXiv 2507.18071, eq. 5; per token, its GSPO-token).
     """
-    difference_N = log_ratio(logprobs_N, proximal_logprobs_N)
-    mean_S = sequence_means(
-        difference_N.detach(), sequence_N=sequence_N, num_sequences=num_sequences
-    )
+    difference_N = log_ratio(logprobs_N.detach(), other_logprobs_N=proximal_logprobs_N)
+    # The mean is bounded, its tokens are not: one far token moves it as far as it should.
+    mean_S = sequence_means(difference_N, sequence_N=sequence_N, num_sequences=num_sequences)
     mean_N = mean_S[sequence_N]
     logprobs_N = gradient_where_finite(as_float(logprobs_N), mean_N, advantages_N)
     # Its value is the mean's exactly; its gradient is that of the token's log-probability.
-    ratio_N = torch.exp(mean_N + (logprobs_N - logprobs_N.detach()))
+    ratio_N = bounded_exp(mean_N + (logprobs_N - logprobs_N.detach()))
     return _clipped_surrogate(ratio_N, advantages_N, eps_clip, eps_clip_high, None)
 
 
@@ -113,7 +113,7 @@ def cispo_loss(
     No token loses its gradient: the clip bounds what it counts. eps_clip >= 1 leaves the ratio
     without a lower bound, as the paper does. clipped_N is 1 where r is out of its bounds.
 
-    Source: MiniMax-M1 (arXiv 2506.13585, eq. 4 and 5).
+    Source: MiniMax-M1 (arXiv 2506.13585).
     """
     logprobs_N = gradient_where_finite(as_float(logprobs_N), proximal_logprobs_N, advantages_N)
     ratio_N = importance_ratio(logprobs_N.detach(), proximal_logprobs_N=proximal_logprobs_N)

@@ -19,17 +19,21 @@ def as_float(values: torch.Tensor) -> torch.Tensor:
     return values if values.dtype == torch.float64 else values.to(torch.float32)
 
 
-def log_ratio(logprobs_N: torch.Tensor, other_logprobs_N: torch.Tensor) -> torch.Tensor:
-    """logprobs - other, within ± LOG_RATIO_BOUND; NaN stays NaN, so that a check can see it."""
-    difference_N = as_float(logprobs_N) - as_float(other_logprobs_N)
-    return torch.clamp(difference_N, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+def log_ratio(logprobs_N: torch.Tensor, *, other_logprobs_N: torch.Tensor) -> torch.Tensor:
+    """logprobs - other, without a bound."""
+    return as_float(logprobs_N) - as_float(other_logprobs_N)
+
+
+def bounded_exp(log_ratio_N: torch.Tensor) -> torch.Tensor:
+    """exp of a log-ratio within ± LOG_RATIO_BOUND; NaN stays NaN, so that a check can see it."""
+    return torch.exp(torch.clamp(log_ratio_N, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
 
 
 def importance_ratio(
     logprobs_N: torch.Tensor, *, proximal_logprobs_N: torch.Tensor
 ) -> torch.Tensor:
     """exp(logprobs - proximal), bounded, and differentiable in `logprobs_N`."""
-    return torch.exp(log_ratio(logprobs_N, proximal_logprobs_N))
+    return bounded_exp(log_ratio(logprobs_N, other_logprobs_N=proximal_logprobs_N))
 
 
 def gradient_where_finite(logprobs_N: torch.Tensor, *others_N: torch.Tensor) -> torch.Tensor:

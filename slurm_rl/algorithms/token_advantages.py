@@ -57,7 +57,7 @@ def reinforce_plus_plus(
     Returns float[R], 0 where masked. G_t = r_t + gamma × G_next; the denominator is the standard
     deviation of all trained tokens (`whiten`), not of a group.
 
-    Source: REINFORCE++ (arXiv 2501.03262, eq. 6 and 7).
+    Source: REINFORCE++ (arXiv 2501.03262).
     """
     trained_R = mask_R != 0
     rewards_R = _where_trained(token_rewards_R, trained_R)
@@ -77,7 +77,7 @@ def reinforce_plus_plus_baseline(
 
     Every trained token of a sample has the same value before whitening, so longer samples count
     more in the mean and the deviation. Returns float[R], 0 where masked. A group of one sample
-    is its own mean and counts 0. Source: REINFORCE++ (arXiv 2501.03262, section on the baseline).
+    is its own mean and counts 0. Source: REINFORCE++ (arXiv 2501.03262).
     """
     centred_B = centred_rewards(rewards_B, group_index_B=group_index_B)
     sample_R = sequence_of_tokens(lengths_B, num_tokens=len(mask_R))

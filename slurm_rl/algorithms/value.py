@@ -33,10 +33,12 @@ def value_loss(
     Source: Schulman et al.'s PPO code; described in Engstrom et al. (arXiv 2005.12729, section 3).
     """
     values_N = gradient_where_finite(as_float(values_N), proximal_values_N, returns_N)
+    proximal_values_N = as_float(proximal_values_N).to(values_N.dtype)
     plain_N = (values_N - returns_N) ** 2
     if eps_clip is None:
         return ValueLoss(0.5 * plain_N, torch.zeros_like(plain_N.detach()))
-    moved_N = torch.clamp(values_N - proximal_values_N, -eps_clip, eps_clip)
-    bounded_N = (proximal_values_N + moved_N - returns_N) ** 2
+    # Clamped as it is, not as a difference: within the bounds it stays the same to the last bit.
+    held_N = torch.clamp(values_N, proximal_values_N - eps_clip, proximal_values_N + eps_clip)
+    bounded_N = (held_N - returns_N) ** 2
     clipped_N = (bounded_N > plain_N).to(plain_N.dtype)
     return ValueLoss(0.5 * torch.maximum(plain_N, bounded_N), clipped_N)
