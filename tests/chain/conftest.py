@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -10,6 +11,15 @@ from pathlib import Path
 
 import pytest
 from toy.hunt import Arena
+
+
+@pytest.fixture(scope="session", autouse=True)
+def seldom_collected() -> Iterator[None]:
+    """Python looks for cycles every 700 records; a run makes millions, and next to no cycles."""
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, 50, 100)
+    yield
+    gc.set_threshold(*before)
 
 
 @pytest.fixture

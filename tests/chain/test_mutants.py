@@ -32,7 +32,7 @@ class Mutant:
 
 MUTANTS = {
     "the winner is told by the job, not the attempt": Mutant(
-        "kills",
+        "late commits",
         "storage/commits.py",
         (
             (
@@ -50,7 +50,7 @@ MUTANTS = {
         (("    return publish(intent_path", "    return True or publish(intent_path"),),
     ),
     "claims are not exclusive": Mutant(
-        "kills", "storage/claims.py", (("    if won:\n", "    won = True\n    if won:\n"),)
+        "late", "storage/claims.py", (("    if won:\n", "    won = True\n    if won:\n"),)
     ),
     "commits are read before the queue": Mutant(
         "plain ticks",
@@ -86,7 +86,7 @@ MUTANTS = {
         ),
     ),
     "a silent queue shows no jobs": Mutant(
-        "controller",
+        "silent",
         "chain/observe.py",
         (
             (
@@ -101,7 +101,7 @@ MUTANTS = {
         (("abs(age_s) >= spec.submit_deadline_s or", "abs(age_s) >= 0 or"),),
     ),
     "a job that waits for a stranger is left alone": Mutant(
-        "controller",
+        "reissued",
         "chain/plan.py",
         (("            draft.actions.append(Repoint(base_id, ids))", "            pass"),),
     ),

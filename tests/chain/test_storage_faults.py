@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ast
 import errno
+import functools
 import re
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from toy.faults import first_of_each, kill
 from toy.faulty_fs import EVERY, FILLS, MAKES, WRITES, Disk, FaultyFs, NodeFs, StorageFault
+from toy.mirror_fs import MirrorFs
 from toy.world import World, make_settings, record_effects
 
 import slurm_rl
@@ -35,21 +38,39 @@ from slurm_rl.types import Slot
 VISIBLE_S = 45.0
 
 
-def make_world(folder: Path, **changes: object) -> World:
+def make_world(folder: Path, *, fs: MirrorFs | None = None, **changes: object) -> World:
+    """A run in a fresh directory. fs: what it lies on, where nothing is changed past it."""
     root = folder / "run"
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
-    return World(root, make_settings(root, **{"retry_delay_s": 5.0, **changes}))
+    world = World(root, make_settings(root, **{"retry_delay_s": 5.0, **changes}), fs=fs)
+    if fs is not None:
+        fs.clock = world.cluster.clock
+    return world
 
 
-def undisturbed(folder: Path, **changes: object) -> tuple[list[Effect], dict[str, str]]:
-    """Every file operation of a run where nothing goes wrong, and its digests."""
-    world = make_world(folder, **changes)
+def file_operations(folder: Path, **changes: object) -> list[Effect]:
+    """Every file operation of a run where nothing goes wrong, one for each place in the code."""
+    world = make_world(folder, fs=MirrorFs(), **changes)
     effects = record_effects(world)
     world.shell()
     assert world.finish()
     numbers = first_of_each(effects, of=lambda effect: effect.op in EVERY)
-    return [effects[number - 1][1] for number in numbers], world.digests()
+    return [effects[number - 1][1] for number in numbers]
+
+
+def undisturbed(**changes: object) -> dict[str, str]:
+    """Digests of a run where nothing goes wrong: they are the same wherever it lies."""
+    return dict(_undisturbed(tuple(sorted(changes.items()))))
+
+
+@functools.cache
+def _undisturbed(changes: tuple[tuple[str, object], ...]) -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        world = make_world(Path(folder), **dict(changes))
+        world.shell()
+        assert world.finish()
+        return world.digests()
 
 
 def strike(world: World, *faults: StorageFault, node: str = "") -> None:
@@ -159,10 +180,11 @@ def test_a_fault_that_happens_once_anywhere_costs_an_attempt_at_most(
     folder: Path, name: str, changes: dict[str, object]
 ) -> None:
     kind, ops, places = ONCE[name]
-    effects, wanted = undisturbed(folder, **changes)
-    struck = [effect for effect in effects if effect.op in ops][places]
+    wanted = undisturbed(**changes)
+    operations = file_operations(folder, **changes)
+    struck = [effect for effect in operations if effect.op in ops][places]
     for effect in struck[:: 2 if changes else 1]:
-        world = make_world(folder, **changes)
+        world = make_world(folder, fs=MirrorFs(), **changes)
         fault = StorageFault(kind.error, happens=kind.happens, part=kind.part)
         armed = OnceAt(world, effect, fault)
         world.cluster.before = armed
@@ -183,9 +205,10 @@ def test_a_fault_that_happens_once_anywhere_costs_an_attempt_at_most(
 def test_a_process_that_dies_in_the_middle_of_a_write_leaves_nothing_that_misleads(
     folder: Path,
 ) -> None:
-    effects, wanted = undisturbed(folder)
-    for effect in [effect for effect in effects if effect.op in ("create", "append")]:
-        world = make_world(folder)
+    wanted = undisturbed()
+    operations = file_operations(folder)
+    for effect in [effect for effect in operations if effect.op in ("create", "append")]:
+        world = make_world(folder, fs=MirrorFs())
         fault = StorageFault(0, part=0.5)
         armed = OnceAt(world, effect, fault)
 
@@ -201,7 +224,7 @@ def test_a_process_that_dies_in_the_middle_of_a_write_leaves_nothing_that_mislea
 
 
 def test_work_of_hours_is_not_lost_to_an_error_while_it_is_published(folder: Path) -> None:
-    _, wanted = undisturbed(folder)
+    wanted = undisturbed()
     world = make_world(folder)
     fault = StorageFault(errno.EIO, ops=("create", "link"), path="train.t0/.*COMMIT", times=3)
     strike(world, fault)
@@ -239,7 +262,7 @@ WHILE: dict[str, tuple[int, tuple[str, ...], str]] = {
 def test_an_outage_is_outlived_by_the_ticks(folder: Path, name: str, start_s: float) -> None:
     """Nobody types anything: what could not be submitted is, when it can be written again."""
     number, ops, says = WHILE[name]
-    _, wanted = undisturbed(folder)
+    wanted = undisturbed()
     world = make_world(folder)
     fault = StorageFault(number, ops=ops, times=None)
     between(world, start_s, 5_000.0, fault)
@@ -256,7 +279,7 @@ def test_an_outage_that_stays_submits_no_jobs_and_is_said_in_a_line(
     folder: Path, name: str
 ) -> None:
     number, ops, says = WHILE[name]
-    _, wanted = undisturbed(folder)
+    wanted = undisturbed()
     world = make_world(folder)
     fault = StorageFault(number, ops=ops, times=None)
     between(world, 12.0, None, fault)
@@ -273,7 +296,7 @@ def test_an_outage_that_stays_submits_no_jobs_and_is_said_in_a_line(
 def test_where_jobs_submit_nothing_an_outage_ends_the_run_until_a_person_resumes(
     folder: Path,
 ) -> None:
-    _, wanted = undisturbed(folder)
+    wanted = undisturbed()
     world = make_world(folder, submit_from="login")
     fault = StorageFault(errno.ENOSPC, ops=FILLS, times=None)
     between(world, 12.0, None, fault)
@@ -312,7 +335,7 @@ def test_where_no_intent_can_be_written_ticks_are_submitted_all_the_same(folder:
 def test_without_hard_links_a_run_is_the_same(
     folder: Path, number: int, changes: dict[str, object]
 ) -> None:
-    _, wanted = undisturbed(folder, **changes)
+    wanted = undisturbed(**changes)
     world = make_world(folder, **changes)
     strike(world, StorageFault(number, ops=("link",), times=None))
     assert run_to_the_end(world)
@@ -322,7 +345,7 @@ def test_without_hard_links_a_run_is_the_same(
 
 
 def test_nodes_with_and_without_hard_links_share_a_run(folder: Path) -> None:
-    _, wanted = undisturbed(folder, shards=3, rollout_batch_size=3)
+    wanted = undisturbed(shards=3, rollout_batch_size=3)
     world = make_world(folder, shards=3, rollout_batch_size=3)
     world.cluster.nodes = {"node1": 1, "node2": 1, "node3": 1}
     strike(world, StorageFault(errno.EPERM, ops=("link",), times=None), node="node2")
@@ -351,7 +374,7 @@ def test_no_lock_is_relied_upon() -> None:
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_clocks_ten_minutes_apart_change_nothing(folder: Path, shards: int) -> None:
-    _, wanted = undisturbed(folder, shards=shards)
+    wanted = undisturbed(shards=shards)
     world = make_world(folder, shards=shards)
     world.skew_s = {"node1": 600.0, "node2": -600.0, "login": 1_200.0}
     assert run_to_the_end(world)
@@ -380,7 +403,10 @@ def make_late(world: World, disk: Disk, *, apart: bool, strict: bool) -> None:
         world.fits = lambda have, need: have == need
 
 
-@pytest.mark.parametrize("delay_s", [3.0, 30.0, 40.0])
+@pytest.mark.parametrize(
+    "delay_s",
+    [pytest.param(3.0, marks=pytest.mark.slow), pytest.param(30.0, marks=pytest.mark.slow), 40.0],
+)
 @pytest.mark.parametrize("only", LATE)
 @pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
 @pytest.mark.parametrize("strict", [False, True], ids=["any", "own"])
@@ -388,8 +414,8 @@ def test_what_another_node_did_may_show_late(
     folder: Path, only: str, delay_s: float, apart: bool, strict: bool
 ) -> None:
     """Jobs of another shape cannot do a stage instead: so none is burnt, each waits."""
-    _, wanted = undisturbed(folder)
-    world = make_world(folder)
+    wanted = undisturbed()
+    world = make_world(folder, fs=MirrorFs())
     disk = Disk(world.cluster.clock, delay_s, only=only)
     make_late(world, disk, apart=apart, strict=strict)
     assert run_to_the_end(world), f"{why_halted(world)} {world.last_words}"
@@ -402,8 +428,8 @@ def test_what_another_node_did_may_show_late(
 
 def test_a_commit_that_shows_after_its_descendants_is_no_conflict(folder: Path) -> None:
     """The login node sees the second rollout, which was made after the first, but not the first."""
-    _, wanted = undisturbed(folder)
-    world = make_world(folder)
+    wanted = undisturbed()
+    world = make_world(folder, fs=MirrorFs())
     disk = Disk(world.cluster.clock, 1_000.0, only="000000/rollout.t0/COMMIT")
 
     def view(process: Process, fs: Fs) -> Fs:
@@ -425,7 +451,7 @@ def test_a_commit_that_shows_after_its_descendants_is_no_conflict(folder: Path) 
 
 @pytest.mark.parametrize("looks", [1, 3, 10])
 def test_what_shows_after_some_looks_is_found(folder: Path, looks: int) -> None:
-    _, wanted = undisturbed(folder, shards=2)
+    wanted = undisturbed(shards=2)
     world = make_world(folder, shards=2)
     disk = Disk(world.cluster.clock, 40.0, looks)
     make_late(world, disk, apart=True, strict=True)
@@ -441,8 +467,8 @@ def test_what_shows_after_some_looks_is_found(folder: Path, looks: int) -> None:
     ],
 )
 def test_what_shows_too_late_halts_and_a_resume_goes_on(folder: Path, only: str, says: str) -> None:
-    _, wanted = undisturbed(folder)
-    world = make_world(folder)
+    wanted = undisturbed()
+    world = make_world(folder, fs=MirrorFs())
     disk = Disk(world.cluster.clock, 3 * VISIBLE_S, only=only)
     make_late(world, disk, apart=False, strict=True)
     assert not run_to_the_end(world)
@@ -540,7 +566,7 @@ def test_damage_halts_with_its_name_and_repair_goes_on(
     folder: Path, name: str, strict: bool
 ) -> None:
     where, change, says = DAMAGE[name]
-    _, wanted = undisturbed(folder)
+    wanted = undisturbed()
     world = make_world(folder)
     if strict:
         world.fits = lambda have, need: have == need
@@ -565,7 +591,7 @@ def test_damage_halts_with_its_name_and_repair_goes_on(
 
 
 def test_an_uncommitted_file_that_vanishes_is_made_again(folder: Path) -> None:
-    _, wanted = undisturbed(folder)
+    wanted = undisturbed()
     world = make_world(folder)
     done: list[Path] = []
 
@@ -599,7 +625,7 @@ def short_of_space(world: World, kind: str, *, times: int) -> list[str]:
 
 
 def test_a_stage_without_room_does_not_start_and_is_tried_again(folder: Path) -> None:
-    _, wanted = undisturbed(folder)
+    wanted = undisturbed()
     world = make_world(folder)
     found = short_of_space(world, "train", times=2)
     assert run_to_the_end(world), why_halted(world)
@@ -609,7 +635,7 @@ def test_a_stage_without_room_does_not_start_and_is_tried_again(folder: Path) ->
 
 
 def test_a_stage_without_room_three_times_in_a_row_halts_and_says_what_to_do(folder: Path) -> None:
-    _, wanted = undisturbed(folder)
+    wanted = undisturbed()
     world = make_world(folder)
     found = short_of_space(world, "train", times=100)
     assert not run_to_the_end(world)
@@ -675,8 +701,8 @@ DRAWN = st.builds(
 def test_whatever_strikes_the_run_ends_the_same_or_says_why(
     folder: Path, faults: list[StorageFault], off_s: float, delay_s: float
 ) -> None:
-    _, wanted = undisturbed(folder, num_rollout=1)
-    world = make_world(folder, num_rollout=1)
+    wanted = undisturbed(num_rollout=1)
+    world = make_world(folder, fs=MirrorFs(), num_rollout=1)
     disk = Disk(world.cluster.clock, delay_s)
 
     def view(process: Process, fs: Fs) -> Fs:

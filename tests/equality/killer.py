@@ -82,7 +82,7 @@ class Killer:
         for pid in dict.fromkeys(victims):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while is_alive(entry) and time.monotonic() < deadline:
             time.sleep(0.001)
 

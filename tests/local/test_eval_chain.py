@@ -125,8 +125,11 @@ def test_one_that_fails_is_given_up_told_and_opened_again(run: ToyRun) -> None:
 
 
 def test_an_outage_is_told_and_outlived(run: ToyRun) -> None:
-    run.command("submit", str(run.config))
+    hold = run.folder / "hold"
+    hold.write_text("0")  # nothing is graded before the service is down
+    run.command("submit", str(run.config), TOY_HOLD=str(hold))
     set_service(run.root, is_down=True)
+    hold.write_text("99")
     watcher = run.start("watch", str(run.root))
 
     def is_deferred() -> bool:

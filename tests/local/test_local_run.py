@@ -61,9 +61,9 @@ def test_kills_at_any_time_leave_the_same_history(
     toy_run: ToyRun, undisturbed: dict[str, str]
 ) -> None:
     watcher = toy_run.start("submit", str(toy_run.config), "--wait", TOY_SECOND="0.1")
-    wait_until(lambda: (toy_run.root / "run.json").exists())
     num_killed = 0
-    for delay_s in (1.0, 3.5, 4.0):
+    for stage, delay_s in (("000000/rollout", 0.0), ("000001/rollout", 0.3), ("000002/train", 0.0)):
+        wait_until((toy_run.root / f"iterations/{stage}.t0/claim.0001").exists)
         time.sleep(delay_s)
         num_killed += toy_run.kill_jobs()
     _, err = watcher.communicate(timeout=100)

@@ -101,10 +101,13 @@ def test_a_section_that_was_not_set_can_be(toy_run: ToyRun) -> None:
 
 
 def test_a_run_that_is_made_longer_while_its_last_stage_works_goes_on(toy_run: ToyRun) -> None:
-    watcher = toy_run.start("submit", str(toy_run.config), "--wait", TOY_SECOND="0.25")
+    hold = toy_run.folder / "hold"
+    hold.write_text("5")  # all but the last stage may end
+    watcher = toy_run.start("submit", str(toy_run.config), "--wait", TOY_HOLD=str(hold))
     last = toy_run.root / "iterations" / "000002" / "train.t0"
-    wait_until(lambda: (last / "claim.0001").exists(), seconds=90)
+    wait_until((last / "claim.0001").exists, seconds=90)
     say(toy_run, "set", str(toy_run.root), "num_rollout=4")
+    hold.write_text("99")
     out, err = watcher.communicate(timeout=100)
     assert watcher.returncode == 0, err
     assert "i0003.train" in out and "000003/train.t0" in toy_run.digests()
@@ -255,7 +258,9 @@ def test_a_colleague_may_look_adopt_and_go_on(
 
 
 def test_explain_says_that_a_run_moves_and_what_it_lacks(toy_run: ToyRun) -> None:
-    say(toy_run, "submit", str(toy_run.config))
+    hold = toy_run.folder / "hold"
+    hold.write_text("1")
+    toy_run.command("submit", str(toy_run.config), TOY_HOLD=str(hold))
     told = say(toy_run, "explain", str(toy_run.root))
     assert "job" in told and ("running" in told or "waits for job" in told)
     say(toy_run, "cancel", str(toy_run.root))

@@ -117,7 +117,7 @@ def running(cluster: Cluster) -> Iterator[Cluster]:
         cluster.tool("stop", "--wipe")
 
 
-def wait_for(look: Callable[[], T], *, what: str, timeout_s: float = 30.0) -> T:
+def wait_for(look: Callable[[], T], *, what: str, timeout_s: float = 60.0) -> T:
     """The first true value of `look`."""
     deadline = time.monotonic() + timeout_s
     while True:

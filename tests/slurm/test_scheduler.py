@@ -62,8 +62,8 @@ def look(scheduler: SlurmScheduler, job_id: str) -> QueuedJob:
 
 def await_state(scheduler: SlurmScheduler, job_id: str, *states: JobState) -> QueuedJob:
     def seen() -> QueuedJob | None:
-        job = look(scheduler, job_id)
-        return job if job.state in states else None
+        jobs = [job for job in scheduler.query() if job.job_id == job_id and job.state in states]
+        return jobs[0] if jobs else None
 
     found = wait_for(seen, what=f"{job_id} in {states}")
     assert found is not None

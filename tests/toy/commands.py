@@ -106,7 +106,7 @@ def make_model_folder(folder: Path) -> Path:
     return folder
 
 
-def wait_until(condition: Callable[[], bool], *, seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], *, seconds: float = 60.0) -> None:
     """Poll until `condition()`; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():

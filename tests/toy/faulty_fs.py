@@ -7,6 +7,7 @@ one node sees what the others do: late. Both wrap any `Fs`.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import re
 from collections.abc import Callable
@@ -154,21 +155,24 @@ class Disk:
     delay_s: float
     looks: int | None = None
     only: str = ""
-    versions: dict[Path, list[Version]] = field(default_factory=dict)
-    known: dict[tuple[str, Path], int] = field(default_factory=dict)
+    versions: dict[str, list[Version]] = field(default_factory=dict)
+    within: dict[str, list[str]] = field(default_factory=dict)  # folder -> those of `versions`
+    known: dict[tuple[str, str], int] = field(default_factory=dict)
     num_late: int = 0
 
-    def note(self, path: Path, node: str, data: bytes | None, *, is_there: bool = True) -> None:
-        if re.search(self.only, str(path)):
-            version = Version(self.clock(), node, data, is_there)
-            self.versions.setdefault(path, []).append(version)
+    def note(self, path: str, node: str, data: bytes | None, *, is_there: bool = True) -> None:
+        if re.search(self.only, path):
+            if path not in self.versions:
+                self.versions[path] = []
+                self.within.setdefault(path.rpartition("/")[0], []).append(path)
+            self.versions[path].append(Version(self.clock(), node, data, is_there))
             self.reveal(path, node)
 
-    def reveal(self, path: Path, node: str) -> None:
+    def reveal(self, path: str, node: str) -> None:
         """The node has dealt with the path itself: it knows what is there now."""
         self.known[node, path] = len(self.versions.get(path, []))
 
-    def newest(self, path: Path, node: str) -> tuple[Version | None, bool]:
+    def newest(self, path: str, node: str) -> tuple[Version | None, bool]:
         """What the node sees of a path, and whether that is what is there. (None, False): that it
         was never there; (None, True): nothing is known of it, ask the disk."""
         history = self.versions.get(path)
@@ -191,18 +195,18 @@ class NodeFs:
     inner: Fs
     disk: Disk
     node: str
-    counts: dict[Path, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
 
     def create(self, path: Path, data: bytes) -> None:
         self._enter(path)
         self._know(path)
         self.inner.create(path, data)
-        self.disk.note(path, self.node, data)
+        self.disk.note(str(path), self.node, data)
 
     def append(self, path: Path, data: bytes) -> None:
         self._enter(path)
         self.inner.append(path, data)
-        self.disk.note(path, self.node, self.inner.read(path))
+        self.disk.note(str(path), self.node, self.inner.read(path))
 
     def fsync(self, path: Path) -> None:
         self._enter(path)
@@ -217,26 +221,26 @@ class NodeFs:
         self._enter(target)
         self._know(target)  # an answer of EEXIST is one of the server's
         self.inner.link(source, target)
-        self.disk.note(target, self.node, self.inner.read(target))
+        self.disk.note(str(target), self.node, self.inner.read(target))
 
     def rename(self, source: Path, target: Path) -> None:
         self._enter(target)
         self._know(target)
         self.inner.rename(source, target)
-        self.disk.note(source, self.node, None, is_there=False)
+        self.disk.note(str(source), self.node, None, is_there=False)
         is_file = target.is_file()
-        self.disk.note(target, self.node, self.inner.read(target) if is_file else None)
+        self.disk.note(str(target), self.node, self.inner.read(target) if is_file else None)
 
     def unlink(self, path: Path) -> None:
         self._enter(path)
         self._know(path)
         self.inner.unlink(path)
-        self.disk.note(path, self.node, None, is_there=False)
+        self.disk.note(str(path), self.node, None, is_there=False)
 
     def rmdir(self, path: Path) -> None:
         self._know(path)
         self.inner.rmdir(path)
-        self.disk.note(path, self.node, None, is_there=False)
+        self.disk.note(str(path), self.node, None, is_there=False)
 
     def mkdir(self, path: Path) -> None:
         missing = [place for place in (path, *path.parents) if not place.exists()]
@@ -244,7 +248,7 @@ class NodeFs:
             self._know(place)
         self.inner.mkdir(path)
         for place in missing:
-            self.disk.note(place, self.node, None)
+            self.disk.note(str(place), self.node, None)
 
     def read(self, path: Path) -> bytes:
         data = self._look(path)
@@ -257,11 +261,11 @@ class NodeFs:
     def list(self, path: Path) -> list[str]:
         if not self._sees(path):
             return []
-        there = {name for name in self.inner.list(path) if self._sees_name(path / name)}
+        folder = str(path)
+        there = {name for name in self.inner.list(path) if self._sees_name(f"{folder}/{name}")}
+        names = {place.rpartition("/")[2]: place for place in self.disk.within.get(folder, ())}
         gone = {
-            place.name
-            for place in self.disk.versions
-            if place.parent == path and place.name not in there and self._still_sees(place)
+            name for name, place in names.items() if name not in there and self._still_sees(place)
         }
         return sorted(there | gone)
 
@@ -272,8 +276,8 @@ class NodeFs:
         """The bytes of an older version that is still seen; None: what is there now."""
         if not self._sees(path.parent):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-        self._count(path)
-        version, is_now = self.disk.newest(path, self.node)
+        self._count(str(path))
+        version, is_now = self.disk.newest(str(path), self.node)
         if is_now:
             return None
         if version is None or not version.is_there:
@@ -282,21 +286,21 @@ class NodeFs:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
         return version.data
 
-    def _count(self, path: Path) -> None:
+    def _count(self, path: str) -> None:
         self.counts[path] = self.counts.get(path, 0) + 1
         if self.disk.looks is not None and self.counts[path] > self.disk.looks:
-            self._know(path)
+            self.disk.reveal(path, self.node)
 
-    def _sees_name(self, path: Path) -> bool:
+    def _sees_name(self, path: str) -> bool:
         version, is_now = self.disk.newest(path, self.node)
         return is_now or (version is not None and version.is_there)
 
-    def _still_sees(self, path: Path) -> bool:
+    def _still_sees(self, path: str) -> bool:
         version, is_now = self.disk.newest(path, self.node)
         return not is_now and version is not None and version.is_there
 
     def _sees(self, folder: Path) -> bool:
-        places = [place for place in (folder, *folder.parents) if place in self.disk.versions]
+        places = [place for place in _upwards(str(folder)) if place in self.disk.versions]
         for place in places:
             self._count(place)
         return all(self._sees_name(place) for place in places)
@@ -307,4 +311,10 @@ class NodeFs:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
     def _know(self, path: Path) -> None:
-        self.disk.reveal(path, self.node)
+        self.disk.reveal(str(path), self.node)
+
+
+@functools.lru_cache(maxsize=4096)
+def _upwards(path: str) -> tuple[str, ...]:
+    """A path and all folders above it."""
+    return (path, *(str(folder) for folder in Path(path).parents))

@@ -10,6 +10,7 @@ import dataclasses
 import errno
 import functools
 import logging
+import re
 import shutil
 import sys
 import tempfile
@@ -214,6 +215,7 @@ class Suite:
 
     program: whose every effect is tried; without one, one effect for each place in the code.
     but_first: leaves the first job of the program alone.
+    target: only effects in whose target this regular expression is found.
     """
 
     faults: tuple[str, ...]
@@ -221,14 +223,24 @@ class Suite:
     program: str = ""
     habits: Habits = HABITS
     but_first: bool = False
+    target: str = ""
+
+    def effects(self, arena: Arena, *, reads: bool) -> list[int]:
+        """Numbers of the effects to try."""
+        numbers = arena.sites(reads=reads)
+        if self.program:
+            numbers = arena.effects_of(self.program, but_first=self.but_first)
+        effects = arena.undisturbed[0]
+        return [n for n in numbers if re.search(self.target, effects[n - 1][1].target)]
 
 
 EVALS = {"judged": {"prompt_data": "none", "interval": 1}}
 
 SUITES = {
-    "kills": Suite(("kill", "split brain, the old one wakes late")),
+    "late": Suite(("split brain, the old one wakes late",)),
+    "late commits": Suite(("split brain, the old one wakes late",), target="COMMIT"),
     "lease": Suite(("node failed, the old one goes on",), {"retry_delay_s": 0.0}),
-    "ticks": Suite(("a short stall",), {"tick_s": 7.0, "shards": 2}, "tick"),
+    "ticks": Suite(("a short stall",), {"tick_s": 7.0, "shards": 2}, "tick", target="/train.t0"),
     "plain ticks": Suite(("a short stall",), {"tick_s": 7.0, "retry_delay_s": 0.0}, "tick"),
     "last tick": Suite(
         ("the last tick but one",),
@@ -239,16 +251,18 @@ SUITES = {
     "tidy ticks": Suite(
         ("a stall",),
         {"tick_s": 7.0, "retention": {"keep_last": 2, "gc_grace_s": 1.0}},
+        target="/a0001-",
     ),
     "advances": Suite(("another advance", "a long stall")),
-    "controller": Suite(("ids reissued to a stranger", "controller is silent")),
+    "reissued": Suite(("ids reissued to a stranger",)),
+    "silent": Suite(("controller is silent",)),
     "forgets": Suite(("controller forgets", "submission lost")),
     "made": Suite(("submission made, but timed out",)),
     "signals": Suite(
         ("preempt, and no way back",),
         habits=dataclasses.replace(HABITS, user_signal=True, can_requeue=False),
     ),
-    "storage": Suite(("a storage error",), program="link"),
+    "storage": Suite(("a storage error",), program="link", target=r"\.t0$"),
     "evals": Suite(("kill",), {"eval": EVALS}),
     "outages": Suite(("the service is down",), {"score": {"enabled": True}}, "link"),
     "tidy evals": Suite(
@@ -271,10 +285,7 @@ def hunt(folder: Path, name: str, *, report: Callable[[str], object] = print) ->
         for fault_name in suite.faults:
             fault, bounds, reads = HUNTED[fault_name]
             arena = Arena(folder, suite.changes, suite.habits)
-            numbers = arena.sites(reads=reads)
-            if suite.program:
-                numbers = arena.effects_of(suite.program, but_first=suite.but_first)
-            arena.try_all(numbers, fault, bounds)
+            arena.try_all(suite.effects(arena, reads=reads), fault, bounds)
     except AssertionError as error:
         report(f"broken: {error}")
         return True

@@ -361,7 +361,8 @@ def place_of(kind: str, iteration: int) -> int:
 def read_hold() -> float:
     """The place of the last stage that may end now; infinity where nobody holds any back."""
     path = os.environ.get("TOY_HOLD")
-    return float(Path(path).read_text()) if path else math.inf
+    # Whoever writes it anew leaves it empty for a moment.
+    return float(Path(path).read_text() or 0) if path else math.inf
 
 
 def fail_stage(run_dir: Path, kind: str, iteration: int, *, how: str, times: int = 1) -> None:

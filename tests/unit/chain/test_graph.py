@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from toy.world import make_settings
 
 from slurm_rl.chain.graph import Link, build_graph
+from slurm_rl.config.stages import stage_kinds
 from slurm_rl.types import StageRef
 
 
@@ -39,13 +41,83 @@ def test_with_a_kl_loss_train_is_handed_the_initial_weights(tmp_path: Path, iter
     assert "reference" not in graph.parents(StageRef(iteration, "rollout"))
 
 
-def test_every_parent_is_a_stage_that_comes_before(tmp_path: Path) -> None:
-    train = {"global_batch_size": 4, "use_kl_loss": True, "kl_loss_coef": 0.1}
-    graph = build_graph(make_settings(tmp_path, num_rollout=4, train=train))
+@pytest.mark.parametrize("number", range(6))
+def test_every_parent_is_a_stage_that_comes_before(tmp_path: Path, number: int) -> None:
+    all_of_it = {**KL_REWARD, **TEACHER}
+    moving = {**all_of_it, "reference": {"update_interval": 2}}
+    plain = {"train": KL_STAGE["train"]}
+    changes = [plain, PPO, KL_REWARD, KL_STAGE, all_of_it, moving][number]
+    graph = build_graph(make_settings(tmp_path, num_rollout=4, **changes))
     order = [StageRef(i, node.kind) for i in range(4) for node in graph.stages(i)]
     for ref in order:
         for parent in graph.parents(ref).values():
             assert order.index(parent) < order.index(ref)
+
+
+PPO: dict[str, Any] = {
+    "train": {"global_batch_size": 4, "advantage_estimator": "gae"},
+    "critic": {"megatron": {"lr": 1e-3}},
+}
+KL_REWARD = {**PPO, "train": {**PPO["train"], "kl_coef": 0.1}}
+KL_STAGE: dict[str, Any] = {
+    "train": {"global_batch_size": 4, "use_kl_loss": True, "kl_loss_coef": 0.1},
+    "reference": {"stage": True},
+}
+TEACHER: dict[str, Any] = {"teacher": {"hf_checkpoint": "/teacher"}}
+CHECKPOINTS = {0: (0, "init"), 3: (2, "train")}
+
+
+def kinds_of(tmp_path: Path, **changes: Any) -> list[str]:
+    return [node.kind for node in build_graph(make_settings(tmp_path, **changes)).stages(1)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "kinds"),
+    [
+        (PPO, ["rollout", "critic", "train"]),
+        (KL_REWARD, ["rollout", "reference", "critic", "train"]),
+        (KL_STAGE, ["rollout", "reference", "train"]),
+        (TEACHER, ["rollout", "teacher", "train"]),
+        ({**KL_REWARD, **TEACHER}, ["rollout", "reference", "teacher", "critic", "train"]),
+    ],
+)
+def test_what_has_to_be_computed_before_training_is_a_stage(
+    tmp_path: Path, changes: dict[str, Any], kinds: list[str]
+) -> None:
+    assert kinds_of(tmp_path, **changes) == kinds
+    settings = make_settings(tmp_path, **changes)
+    assert [kind for kind in stage_kinds(settings) if kind not in ("init", "tick")] == kinds
+
+
+@pytest.mark.parametrize("iteration", [0, 3])
+def test_actor_and_critic_advance_in_turn(tmp_path: Path, iteration: int) -> None:
+    graph = build_graph(make_settings(tmp_path, num_rollout=5, **KL_REWARD))
+    shared = {"rollout": (iteration, "rollout"), "reference": (iteration, "reference")}
+    before = {0: (0, "init"), 3: (2, "critic")}[iteration]
+    assert graph.parents(StageRef(iteration, "critic")) == refs(**shared, checkpoint=before)
+    assert graph.parents(StageRef(iteration, "train")) == refs(
+        **shared, critic=(iteration, "critic"), checkpoint=CHECKPOINTS[iteration]
+    )
+
+
+@pytest.mark.parametrize("iteration", [0, 3])
+def test_a_reference_stage_is_given_policy_and_reference(tmp_path: Path, iteration: int) -> None:
+    fixed = build_graph(make_settings(tmp_path, num_rollout=5, **KL_STAGE))
+    given = {"rollout": (iteration, "rollout"), "weights": CHECKPOINTS[iteration]}
+    parents = fixed.parents(StageRef(iteration, "reference"))
+    assert parents == refs(**given, reference=(0, "init"))
+    moving = {**KL_STAGE, "reference": {"ema": 0.9}}
+    graph = build_graph(make_settings(tmp_path, num_rollout=5, **moving))
+    last = {0: (0, "init"), 3: (2, "reference")}[iteration]
+    parents = graph.parents(StageRef(iteration, "reference"))
+    assert parents == refs(**given, reference=last)
+
+
+def test_a_teacher_is_the_init_stages(tmp_path: Path) -> None:
+    graph = build_graph(make_settings(tmp_path, num_rollout=5, **TEACHER))
+    parents = graph.parents(StageRef(3, "teacher"))
+    assert parents == refs(rollout=(3, "rollout"), teacher=(0, "init"))
+    assert graph.parents(StageRef(3, "train"))["teacher"] == StageRef(3, "teacher")
 
 
 def test_a_link_for_each_stage(tmp_path: Path) -> None:

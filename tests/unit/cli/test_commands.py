@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from slurm_rl.cli.main import app
 from slurm_rl.config.load import load_settings
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,8 +53,8 @@ def test_validate_names_what_is_missing() -> None:
 
 @pytest.mark.parametrize("name", ["submit", "status", "logs", "resume", "cancel", "verify", "path"])
 def test_every_command_explains_itself_with_an_example(name: str) -> None:
-    shown = call(name, "--help")
-    assert shown.returncode == 0 and "slurm-rl" in shown.stdout
+    shown = CliRunner().invoke(app, [name, "--help"])
+    assert shown.exit_code == 0 and "slurm-rl" in shown.stdout
 
 
 def test_a_mistyped_command_is_a_usage_error() -> None:

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 from toy.yard import Yard
+from typer.testing import CliRunner
 
 from slurm_rl.chain.gc import collect, collect_quietly
 from slurm_rl.cli.gc import collect_garbage, lease_iteration
 from slurm_rl.cli.logs import show_logs
+from slurm_rl.cli.main import app
 from slurm_rl.cli.verify import print_path, verify_run
 from slurm_rl.errors import CorruptError, NothingDone, PrunedError, StorageError
 from slurm_rl.launch.build import open_run
 from slurm_rl.storage.control import write_pause
 from slurm_rl.storage.records import records_of
-
-PROGRAM = str(Path(sys.executable).with_name("slurm-rl"))
 
 
 def make_yard(folder: Path, **rules: object) -> Yard:
@@ -166,5 +164,5 @@ def test_beside_an_advance_it_never_fails_and_needs_to_be_asked_for(tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["gc", "lease"])
 def test_the_command_explains_itself(name: str) -> None:
-    shown = subprocess.run([PROGRAM, name, "--help"], capture_output=True, text=True, timeout=60)
-    assert shown.returncode == 0 and "Example: slurm-rl" in shown.stdout
+    shown = CliRunner().invoke(app, [name, "--help"])
+    assert shown.exit_code == 0 and "Example: slurm-rl" in shown.stdout

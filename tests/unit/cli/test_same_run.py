@@ -199,6 +199,7 @@ def test_mended_code_of_a_run_that_never_began_is_taken(make: Make, tmp_path: Pa
     assert not is_new and third.identity == second.identity, "a run keeps its snapshot"
 
 
+@pytest.mark.slow
 def test_a_partition_that_is_refused_and_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

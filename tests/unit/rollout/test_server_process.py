@@ -39,7 +39,7 @@ def start(log_path: Path, *arguments: str):  # type: ignore[no-untyped-def]
     server = start_server(
         [sys.executable, "-c", SERVER, *arguments], environment=dict(os.environ), log_path=log_path
     )
-    wait_until(server, lambda: "ready" in log_path.read_text(), timeout_s=20, interval_s=0.02)
+    wait_until(server, lambda: "ready" in log_path.read_text(), timeout_s=60, interval_s=0.02)
     return server
 
 
@@ -96,7 +96,7 @@ def test_a_server_that_ends_is_reported_with_its_own_words(tmp_path: Path) -> No
         [sys.executable, "-c", text], environment=dict(os.environ), log_path=log_path
     )
     with pytest.raises(EngineError, match="ended with status 1: ValueError: no such model"):
-        wait_until(server, lambda: False, timeout_s=20)
+        wait_until(server, lambda: False, timeout_s=60)
     server.stop()
 
 

@@ -79,7 +79,7 @@ def value(command: list[str], flag: str) -> str:
     return command[command.index(flag) + 1]
 
 
-def wait_for(condition: Callable[[], object], *, timeout_s: float = 15.0) -> None:
+def wait_for(condition: Callable[[], object], *, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
@@ -107,7 +107,7 @@ def test_followers_join_the_leader_and_leave_with_it(
     assert value(leading, "--nnodes") == "2"
     assert (tmp_path / "sglang-node1.log").exists()
     engine.stop()
-    follower.join(15)
+    follower.join(60)
     assert not follower.is_alive()
     assert follower.error is None
 
@@ -131,22 +131,23 @@ def test_a_leader_that_starts_again_elsewhere_is_followed(
         )
     finally:
         leading.stop()
-    follower.join(15)
+    follower.join(60)
     assert not follower.is_alive()
     assert follower.error is None
 
 
+@pytest.mark.slow
 def test_a_leader_that_falls_silent_ends_the_follower(
     options: SglangOptions, weights: Weights, tmp_path: Path
 ) -> None:
     leader = Leader(tmp_path / "engine.json", beat_s=0.1)
-    follower = Follower(options, weights, silence_s=1.5)
+    follower = Follower(options, weights, silence_s=3.0)
     leader.announce("127.0.0.1:12345")
     wait_for(lambda: by_rank(tmp_path)["1"])
-    time.sleep(2.0)
+    time.sleep(3.5)
     assert follower.is_alive(), "it hears the beat"
     leader._is_over.set()  # as if its process were killed: no word more
-    follower.join(15)
+    follower.join(60)
     assert "first rank has fallen silent" in str(follower.error)
 
 
@@ -164,7 +165,7 @@ def test_a_server_that_ends_with_its_leaders_is_no_error(
     time.sleep(1.0)
     assert follower.is_alive()
     leader.stop()
-    follower.join(15)
+    follower.join(60)
     assert follower.error is None
     done_path(tmp_path / "engine.json").unlink()
     # Without a word from the leader it is one, after a while.
@@ -172,7 +173,7 @@ def test_a_server_that_ends_with_its_leaders_is_no_error(
     leader = Leader(tmp_path / "engine.json", beat_s=0.1)
     leader.announce("127.0.0.1:12346")
     follower = Follower(dying, weights)
-    follower.join(15)
+    follower.join(60)
     leader.stop()
     assert "rank 1 of the server: the server ended with status 1: ValueError" in str(follower.error)
 

@@ -187,6 +187,7 @@ def test_a_hung_process_is_killed_and_replaced() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_processor_time_is_what_counts() -> None:
     async def run() -> None:
         async with pool() as workers:
@@ -199,6 +200,7 @@ def test_processor_time_is_what_counts() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_an_answer_that_cannot_be_compared_is_wrong(
     sample: Make, make: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

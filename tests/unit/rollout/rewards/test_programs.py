@@ -31,6 +31,7 @@ def reward(
     return value
 
 
+@pytest.mark.slow
 def test_the_share_of_tests_that_pass(grade: Grade, sample: Make) -> None:
     assert reward(grade, sample(ADD, metadata=TALK)) == 1
     assert reward(grade, sample(ADD, metadata={"tests": TALK})) == 1
@@ -88,6 +89,7 @@ def test_leaving_early_is_not_passing(grade: Grade, sample: Make, response: str)
     assert reward(grade, sample(response, metadata=tests), sandbox={"timeout_s": 3.0}) == 0
 
 
+@pytest.mark.slow
 def test_all_tests_of_a_group_have_their_turn(grade: Grade, sample: Make) -> None:
     began = time.monotonic()
     group = [sample(ADD, metadata=TALK) for _ in range(4)]

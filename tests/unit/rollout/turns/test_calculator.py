@@ -109,13 +109,13 @@ def test_what_is_refused(expression: str, problem: str) -> None:
     ],
 )
 def test_nothing_takes_long_or_grows(expression: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     try:
         value = calculate(expression)
         assert len(value) <= MAX_BITS
     except ValueError:
         pass
-    assert time.monotonic() - began < 0.5
+    assert time.process_time() - began < 0.5
 
 
 @settings(deadline=None)

@@ -389,10 +389,10 @@ def test_the_engines_time_is_not_the_functions(run) -> None:  # type: ignore[no-
     )
     text = "import asyncio\n\nasync def generate(args, sample, sampling_params):\n{}{}{}"
     left = "    sample.status = 'failed'\n    return sample\n"
-    short, long = (text.format(ask.format(s), ask.format(s), left) for s in (0.0, 0.25))
-    assert {sample.status for sample in run(short, say=say, generate_timeout_s=0.4)} == {"failed"}
-    with pytest.raises(RewardError, match=r"took longer than rollout.generate_timeout_s = 0.4 s"):
-        run(long, say=say, generate_timeout_s=0.4)
+    short, long = (text.format(ask.format(s), ask.format(s), left) for s in (0.0, 0.8))
+    assert {sample.status for sample in run(short, say=say, generate_timeout_s=1.2)} == {"failed"}
+    with pytest.raises(RewardError, match=r"took longer than rollout.generate_timeout_s = 1.2 s"):
+        run(long, say=say, generate_timeout_s=1.2)
 
 
 def test_one_that_goes_on_after_its_deadline_gets_no_answers(run) -> None:  # type: ignore[no-untyped-def]

@@ -194,7 +194,7 @@ def test_calls_of_one_answer_run_at_the_same_time(turn_settings, code) -> None: 
     began = time.monotonic()
     calls = [ToolCall("slow", {"seconds": 0.4})] * 8
     found = answers(settings, [*calls, ToolCall("calculator", {"expression": "1"})])
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 3.0, "in turn they take 3.2 s"
     assert found == ["slept in tool"] * 8 + ["1"]
 
 
