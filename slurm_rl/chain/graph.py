@@ -11,10 +11,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from slurm_rl.config.derive import needs_score
 from slurm_rl.config.pools import pool_shards
 from slurm_rl.config.schema import EVAL_PREFIX, Settings
+from slurm_rl.config.stages import (
+    moves_reference,
+    needs_reference_stage,
+    needs_score,
+    uses_reference,
+)
 from slurm_rl.types import Slot, StageRef
 
 
@@ -242,13 +248,48 @@ def _order(link: Link) -> tuple[tuple[int, int], str]:
     return _age(link), link.pool
 
 
+#: The samples, for every stage that works on them.
+_ROLLOUT = Need("rollout", "rollout")
+
+
+def _training_nodes(settings: Settings) -> Iterator[StageNode]:
+    """The stages behind the rollout. What one of them computes for the samples, those behind it
+    that need it get by its kind as a role."""
+    since_init: Any = {"back": settings.num_rollout + 1, "first": "init"}
+    before: list[Need] = [_ROLLOUT]
+    if needs_score(settings):
+        yield StageNode("score", (_ROLLOUT,))
+        before.append(Need("score", "score"))
+    if needs_reference_stage(settings):
+        last = (
+            Need("reference", "reference", back=1, first="init")
+            if moves_reference(settings)
+            else Need("reference", "init", **since_init)
+        )
+        policy = Need("weights", "train", back=1, first="init")
+        yield StageNode("reference", (_ROLLOUT, policy, last))
+        before.append(Need("reference", "reference"))
+    known = tuple(before)
+    if settings.teacher is not None:
+        yield StageNode("teacher", (_ROLLOUT, Need("teacher", "init", **since_init)))
+        before.append(Need("teacher", "teacher"))
+    if settings.critic is not None:
+        yield StageNode("critic", (*known, Need("checkpoint", "critic", back=1, first="init")))
+        before.append(Need("critic", "critic"))
+    if uses_reference(settings) and not needs_reference_stage(settings):
+        before.append(Need("reference", "init", **since_init))
+    yield StageNode("train", (*before, Need("checkpoint", "train", back=1, first="init")))
+
+
 def build_graph(settings: Settings) -> Graph:
     """The graph of a run.
 
     GRPO: rollout → train, or rollout → score → train where rewards come from a stage of their own.
     With lag 1 a rollout needs the weights before the last, so that it runs beside the train stage
-    that makes the last; nor does it wait for the scores of the one before. With a KL loss the
-    reference's log-probs come from the train job, which is handed the initial weights.
+    that makes the last; nor does it wait for the scores of the one before. With a KL to a reference
+    its log-probs come from the train job, which is handed the reference's weights, or from a stage
+    of their own. A critic and the policy advance in turn: each iteration's critic gives the policy
+    its values, and goes on from the critic before.
     """
     rollout = StageNode(
         "rollout",
@@ -259,17 +300,10 @@ def build_graph(settings: Settings) -> Graph:
         num_shards=settings.rollout.shards,
         pools=tuple((name, tuple(shards)) for name, shards in pool_shards(settings).items()),
     )
-    needs = [Need("rollout", "rollout"), Need("checkpoint", "train", back=1, first="init")]
-    score = [StageNode("score", (Need("rollout", "rollout"),))] if needs_score(settings) else []
-    if score:
-        needs.insert(1, Need("score", "score"))
-    if settings.train.use_kl_loss:
-        needs.append(Need("reference", "init", back=settings.num_rollout + 1, first="init"))
-    train = StageNode("train", tuple(needs))
     return Graph(
         num_iterations=settings.num_rollout,
         setup=(StageNode("init"),),
-        nodes=(rollout, *score, train),
+        nodes=(rollout, *_training_nodes(settings)),
         pack=settings.chain.pack,
         evals=tuple(
             EvalRule(f"{EVAL_PREFIX}{name}", rule.interval or 0, rule.before_training)

@@ -16,11 +16,12 @@ from slurm_rl.cli.runs import find_own_run
 from slurm_rl.cli.terminal import say
 from slurm_rl.config.changes import apply_changes, check_changes
 from slurm_rl.config.code_preflight import check_code, check_holds_run
-from slurm_rl.config.derive import needs_score, settings_digest
 from slurm_rl.config.load import change_settings
 from slurm_rl.config.preflight import check_files
 from slurm_rl.config.problems import raise_problems
-from slurm_rl.config.schema import Settings
+from slurm_rl.config.schema import EVAL_PREFIX, Settings
+from slurm_rl.config.shaping import settings_digest
+from slurm_rl.config.stages import stage_kinds
 from slurm_rl.errors import ConfigError, NothingDone
 from slurm_rl.launch.build import OpenRun
 from slurm_rl.launch.partitions import check_partitions
@@ -121,14 +122,22 @@ def _plan_values(
     held = _settings_since(opened, control, first)
     if all(settings == other for other in held):
         return {}, False
-    if needs_score(settings) != needs_score(opened.settings):
-        what = "need a score stage" if needs_score(settings) else "need no score stage any more"
+    _check_same_stages(opened, settings)
+    return values, {settings_digest(other) for other in held} != {settings_digest(settings)}
+
+
+def _check_same_stages(opened: OpenRun, settings: Settings) -> None:
+    """ConfigError if the run would have other stages: its graph is fixed."""
+    before, kinds = (set(stage_kinds(s)) for s in (opened.settings, settings))
+    changed = sorted(kind for kind in before ^ kinds if not kind.startswith(EVAL_PREFIX))
+    if changed:
+        kind = changed[0]
+        what = f"need a {kind} stage" if kind in kinds else f"need no {kind} stage any more"
         raise ConfigError(
             f"{opened.run.root}: with that its iterations would {what}, which is fixed when a run"
             " is made",
             hint="start another run with the other values (run.name)",
         )
-    return values, {settings_digest(other) for other in held} != {settings_digest(settings)}
 
 
 def _settings_since(opened: OpenRun, control: Control, first: StageRef) -> list[Settings]:

@@ -19,9 +19,9 @@ from slurm_rl.chain.view import View
 from slurm_rl.cli.runs import check_iteration, find_own_run, find_run
 from slurm_rl.cli.submit import report
 from slurm_rl.cli.terminal import say
-from slurm_rl.config.derive import eval_kinds
 from slurm_rl.config.problems import nearest
 from slurm_rl.config.schema import EVAL_PREFIX
+from slurm_rl.config.stages import eval_kinds
 from slurm_rl.errors import ConfigError, NothingDone, PrunedError
 from slurm_rl.launch.build import OpenRun
 from slurm_rl.launch.here import run_here

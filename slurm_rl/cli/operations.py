@@ -228,6 +228,45 @@ def replay(
 
 
 @app.command()
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(help="A run, a Hugging Face directory, or a Megatron checkpoint."),
+    ],
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="The folder to make.")],
+    version: Annotated[
+        int | None, typer.Option("--version", help="Of a run's weights. Default: newest.")
+    ] = None,
+    critic: Annotated[bool, typer.Option("--critic", help="The run's critic instead.")] = False,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="float32, bfloat16 or float16.")
+    ] = None,
+    file_size: Annotated[
+        str | None, typer.Option("--file-size", help="Cut files at this size, as 5GB.")
+    ] = None,
+    megatron: Annotated[
+        bool, typer.Option("--megatron", help="Make a Megatron checkpoint (torch_dist).")
+    ] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", help="Directory of a checkpoint's config.json and tokenizer."),
+    ] = None,
+    through: Annotated[
+        str | None, typer.Option("--through", help="mbridge: for families that are not ours.")
+    ] = None,
+) -> None:
+    """A model out of a run, in files of another size or dtype, or in Megatron's format and back.
+
+    Example: slurm-rl convert runs/demo --version 12 --to models/demo-12 --dtype bfloat16
+    """
+    from slurm_rl.cli.convert import Wanted
+    from slurm_rl.cli.convert import convert as convert_model
+
+    wanted = Wanted(version, critic, dtype, file_size, megatron, config, through)
+    convert_model(source, to, wanted)
+
+
+@app.command()
 def gc(
     run: RunArgument,
     dry_run: Annotated[

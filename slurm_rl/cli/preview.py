@@ -13,9 +13,10 @@ from slurm_rl.chain.scheduler import LinkRequest
 from slurm_rl.chain.slots import link_slots
 from slurm_rl.chain.view import LinkView, SlotView, Submit, SubmitTick, View
 from slurm_rl.cli.terminal import format_bytes, say
-from slurm_rl.config.derive import num_ranks, stage_slurm
+from slurm_rl.config.derive import stage_slurm
 from slurm_rl.config.load import load_settings
 from slurm_rl.config.model_size import count_parameters
+from slurm_rl.config.roles import num_ranks
 from slurm_rl.config.schema import Settings
 from slurm_rl.launch.build import make_spec
 from slurm_rl.storage.control import Control

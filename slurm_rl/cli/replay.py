@@ -19,7 +19,7 @@ from slurm_rl.chain.observe import read_current
 from slurm_rl.cli.runs import find_run
 from slurm_rl.cli.shell import find_stage, hold_inputs
 from slurm_rl.cli.terminal import format_seconds, say
-from slurm_rl.config.derive import num_ranks
+from slurm_rl.config.roles import num_ranks
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import ConfigError, SlurmRlError
 from slurm_rl.launch.build import OpenRun

@@ -20,6 +20,12 @@ FIXED = (
     "code",
     "chain.pack",
     "chain.lag",
+    "critic.hf_checkpoint",
+    "critic.warmup_iterations",
+    "reference.hf_checkpoint",
+    "reference.update_interval",
+    "reference.ema",
+    "teacher.hf_checkpoint",
     "rollout.shards",
     "rollout.pools",
 )

@@ -105,6 +105,9 @@ def _dotted_paths(settings: Settings) -> Iterator[tuple[Path, str]]:
     ]
     for name in ("custom_generate_function_path", "dynamic_sampling_filter_path", "environment"):
         named.append((("rollout", name), getattr(rollout, name)))
+    for name in ("advantage", "loss", "reducer", "correction"):
+        key = f"custom_{name}_path"
+        named.append((("train", key), getattr(settings.train, key)))
     named += [(("rollout", "tools", i), tool) for i, tool in enumerate(rollout.tools)]
     yield from ((path, dotted) for path, dotted in named if dotted is not None)
 

@@ -12,21 +12,18 @@ from datetime import datetime
 from typing import Any, Literal
 
 from slurm_rl.config.rollout_schema import DataSet, Overrides
-from slurm_rl.config.schema import EVAL_PREFIX, POOL_PREFIX, Settings
+from slurm_rl.config.schema import POOL_PREFIX, Settings
 from slurm_rl.config.sections import Container, Fallback, Slurm
-from slurm_rl.storage.digest import digest_value
-
-#: Sections that any configuration may have. Which stages a run has is `stage_kinds`.
-STAGE_KINDS = ("init", "rollout", "score", "train", "tick")
-
-_PLAIN = ("init", "rollout", "train")
+from slurm_rl.config.stages import section_kinds, section_of, stands_in
 
 #: Begins the name of a data set that is made, not read: `reasoning_gym:chain_sum`.
 PROCEDURAL = "reasoning_gym:"
 
 #: `slurm.time`: learn it from the run.
 AUTO = "auto"
+
 DEFAULT_SIGNAL_S = 120
+
 DEFAULT_TICK_SIGNAL_S = 60
 
 #: What makes a job large. A tick is one core without a GPU, whatever the stages ask for.
@@ -35,6 +32,7 @@ SHAPE_OPTIONS = frozenset(
     " gpus_per_task gpus_per_socket gres mem mem_per_cpu mem_per_gpu exclusive time time_min"
     " contiguous switches cores_per_socket sockets_per_node threads_per_core".split()
 )
+
 _TICK_SHAPE: dict[str, Any] = {
     "nodes": 1,
     "ntasks_per_node": 1,
@@ -48,76 +46,10 @@ _LARGE = (SHAPE_OPTIONS - frozenset("cpus_per_task mem mem_per_cpu time time_min
     "gpu_bind",
     "gpu_freq",
 }
+
 _SCORE_SHAPE: dict[str, Any] = {"nodes": 1, "ntasks_per_node": 1}
 
-#: Settings of a stage that say where and how it runs, not which numbers come out.
-_NOT_SHAPING = {"slurm", "container", "python", "env", "deadline_s"}
-_NOT_SHAPING_ROLLOUT = _NOT_SHAPING | {
-    "shards",
-    "pools",
-    "array_throttle",
-    "prompt_data",  # the cursor carries the data's own fingerprint
-    "data_options",
-    "concurrency",
-    "replicas",
-    "engine_nodes",
-    "reward_timeout_s",
-    "generate_timeout_s",
-    "reward_retries",
-    "reward_workers",
-    "rm_url",
-    "probe_tolerance",
-    "stage_weights",
-    "stage_weights_gb",
-    "sglang_python",
-    "sglang_env",
-    "server_start_timeout_s",
-    "request_timeout_s",
-}
-_NOT_SHAPING_EVAL = _NOT_SHAPING | {"interval", "before_training", "prompt_data"}
-_NOT_SHAPING_TRAIN = _NOT_SHAPING | {
-    "num_ranks",
-    "check_first_ratio",
-    "save_steps",
-    "max_logprob_gap",
-    "max_logprob_gap_drift",
-}
-
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
-
-
-def needs_score(settings: Settings) -> bool:
-    """Whether rewards come from a stage of their own, between rollout and train."""
-    score = settings.score
-    defers = any(service.on_down == "defer" for service in settings.services.values())
-    return score.enabled or score.server is not None or defers
-
-
-def eval_kinds(settings: Settings) -> tuple[str, ...]:
-    """The kinds of stages that evaluate, in the order of the configuration."""
-    return tuple(f"{EVAL_PREFIX}{name}" for name in settings.eval)
-
-
-def section_of(kind: str) -> tuple[str, ...]:
-    """Where the configuration has a stage's own settings: `("eval", "aime")` for `eval-aime`,
-    `("rollout", "pools", "spot")` for the jobs `rollout-spot`."""
-    if kind.startswith(EVAL_PREFIX):
-        return "eval", kind.removeprefix(EVAL_PREFIX)
-    if kind.startswith(POOL_PREFIX):
-        return "rollout", "pools", kind.removeprefix(POOL_PREFIX)
-    return (kind,)
-
-
-def stage_kinds(settings: Settings) -> tuple[str, ...]:
-    """The kinds of stages that the run has: those of the chain in turn, evaluations, ticks."""
-    stages = ("init", "rollout", "score", "train") if needs_score(settings) else _PLAIN
-    return (*stages, *eval_kinds(settings), "tick")
-
-
-def is_like_rollout(kind: str) -> bool:
-    """Whether what a stage does not set for its job is as the rollout has it: it does what a
-    rollout does, or needs the same libraries."""
-    return kind == "score" or kind.startswith((EVAL_PREFIX, POOL_PREFIX))
 
 
 def _is_light(settings: Settings, kind: str) -> bool:
@@ -132,8 +64,9 @@ def slurm_sections(settings: Settings, kind: str) -> list[tuple[tuple[str, ...],
     else:
         own = settings.stage(kind).slurm
     sections = [((*section_of(kind), "slurm"), own)]
-    if is_like_rollout(kind) and not _is_light(settings, kind):
-        sections.append((("rollout", "slurm"), settings.rollout.slurm))
+    other = stands_in(settings, kind)
+    if other is not None and not _is_light(settings, kind):
+        sections.append(((other, "slurm"), settings.stage(other).slurm))
     return [*sections, (("slurm",), settings.slurm)]
 
 
@@ -143,7 +76,8 @@ def stage_slurm(settings: Settings, kind: str) -> dict[str, Any]:
     Keys keep their underscores, extra ones and their values are as the user wrote them.
     `signal_s`, `time_max` and `fallback` are ours and not among them. A tick takes the shape of
     no stage. An evaluation asks for what the rollout does; so does a score stage that serves a
-    model, while one without asks for no GPU. Where one job runs all stages they ask for the same.
+    model, while one without asks for no GPU; critic and reference ask for what the train stage does
+    (`stands_in`). Where one job runs all stages they ask for the same.
     """
     (_, own), *others = slurm_sections(settings, kind)
     shared: dict[str, Any] = {}
@@ -186,23 +120,24 @@ def stage_fallback(settings: Settings, kind: str) -> Fallback | None:
 
 def stage_env(settings: Settings, kind: str) -> dict[str, str]:
     """Environment of a stage's program: its own over the top-level one."""
-    between = settings.rollout.env if is_like_rollout(kind) else {}
+    other = stands_in(settings, kind)
+    between = {} if other is None else settings.stage(other).env
     merged = {**settings.env, **between, **settings.stage(kind).env}
     return {name: str(value) for name, value in merged.items()}
 
 
 def stage_container(settings: Settings, kind: str) -> Container:
     """The container of a stage: its own, as a whole, or the top-level one."""
-    own = settings.stage(kind).container
-    if own is None and settings.stage(kind).python is None and is_like_rollout(kind):
-        own = settings.rollout.container
+    own, other = settings.stage(kind).container, stands_in(settings, kind)
+    if own is None and settings.stage(kind).python is None and other is not None:
+        own = settings.stage(other).container
     return settings.container if own is None else own
 
 
 def containers_of(settings: Settings) -> Iterator[tuple[tuple[str, ...], Container]]:
     """Each container that the settings hold, with its place: `("train", "container")`."""
     yield ("container",), settings.container
-    for kind in (*STAGE_KINDS, *eval_kinds(settings)):
+    for kind in section_kinds(settings):
         own = settings.stage(kind).container
         if own is not None:
             yield (*section_of(kind), "container"), own
@@ -213,7 +148,8 @@ def stage_python(settings: Settings, kind: str) -> str | None:
     container = stage_container(settings, kind)
     if container.runtime != "none":
         return container.python
-    between = settings.rollout.python if is_like_rollout(kind) else None
+    other = stands_in(settings, kind)
+    between = None if other is None else settings.stage(other).python
     return settings.stage(kind).python or between or settings.host_python
 
 
@@ -227,26 +163,6 @@ def gpu_count(request: int | str | None) -> int | None:
 def gpu_type(request: int | str | None) -> str:
     """The type of GPU in `"a100:4"`; empty if any will do."""
     return request.rpartition(":")[0] if isinstance(request, str) else ""
-
-
-def num_ranks(settings: Settings) -> int:
-    """Processes of the train job: `num_ranks`, or nodes × gpus_per_node under Slurm, or 1."""
-    if settings.train.num_ranks is not None:
-        return settings.train.num_ranks
-    options = stage_slurm(settings, "train")
-    gpus = gpu_count(options.get("gpus_per_node"))
-    if settings.launcher == "local" or not gpus:
-        return 1
-    return int(options.get("nodes", 1)) * gpus
-
-
-def stage_ranks(settings: Settings, kind: str) -> int:
-    """Processes of a stage's program: the train job's ranks, a server's nodes, or 1."""
-    if kind == "train":
-        return num_ranks(settings)
-    is_eval = kind.startswith(EVAL_PREFIX)
-    is_served = (kind == "rollout" or is_eval) and settings.rollout.engine == "sglang"
-    return settings.rollout.engine_nodes if is_served else 1
 
 
 def num_gpus(settings: Settings, kind: str) -> int:
@@ -281,24 +197,22 @@ def is_graded_later(settings: Settings) -> bool:
     return settings.score.enabled or settings.score.server is not None
 
 
+def model_folders(settings: Settings) -> dict[tuple[str, ...], str]:
+    """Model directories that the settings name, by their place: the policy's first."""
+    others = ("critic", "reference", "teacher")
+    sections = {kind: getattr(settings, kind) for kind in others}
+    named: dict[tuple[str, ...], str | None] = {("hf_checkpoint",): settings.hf_checkpoint}
+    for kind, section in sections.items():
+        if section is not None:
+            named[(kind, "hf_checkpoint")] = section.hf_checkpoint
+    return {path: folder for path, folder in named.items() if folder is not None}
+
+
 def data_paths(settings: Settings) -> list[str]:
     """Files and folders that the rollout and the evaluations read prompts from."""
     named = [data_set.path for data_set in data_sets(settings)]
     named += [evaluation.prompt_data for evaluation in settings.eval.values()]
     return [path.partition("@[")[0] for path in named if not path.startswith(PROCEDURAL)]
-
-
-def model_parallel_size(settings: Settings) -> int:
-    """Ranks that hold one copy of the model: tensor × pipeline × context."""
-    product = 1
-    for axis in ("tensor", "pipeline"):
-        product *= settings.train.megatron.get(f"{axis}_model_parallel_size", 1)
-    return int(product * settings.train.megatron.get("context_parallel_size", 1))
-
-
-def data_parallel_size(settings: Settings) -> int:
-    """Copies of the model in the train job."""
-    return num_ranks(settings) // model_parallel_size(settings)
 
 
 def parse_wall_time(text: str) -> int | None:
@@ -328,57 +242,6 @@ def parse_instant(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
-def shaping_settings(settings: Settings) -> dict[str, Any]:
-    """The settings that shape numbers, free of what belongs to a machine or a directory.
-
-    Two runs with equal ones make equal numbers from equal inputs. Files are left out: the
-    model, the data and the user's code have digests of their own. `num_rollout` is left
-    out so that a run may be extended.
-    """
-    rollout = settings.rollout.model_dump(exclude=_NOT_SHAPING_ROLLOUT)
-    rollout["sglang"] = _without_folders(rollout["sglang"])
-    # What a data set sets for itself; its place and its rows have a digest of their own.
-    pools = {name: pool.sglang for name, pool in settings.rollout.pools.items() if pool.sglang}
-    if pools:  # as below: digests of runs without stay as they are
-        rollout["pools"] = _without_folders(pools)
-    rollout["data_sets"] = [part.model_dump(exclude={"path"}) for part in data_sets(settings)]
-    train = settings.train.model_dump(exclude=_NOT_SHAPING_TRAIN)
-    train["megatron"] = _without_folders(train["megatron"])
-    model = settings.init_model
-    # Only where there is one: the digests of runs without stay as they are.
-    server = settings.score.server
-    scores = {} if server is None else {"score": _without_folders(server.model_dump())}
-    return {
-        "seed": settings.seed,
-        "deterministic": settings.deterministic,
-        "lag": settings.chain.lag,
-        "init_model": None if model is None else model.model_dump(),
-        "rollout": rollout,
-        "train": {**train, "num_ranks": num_ranks(settings)},
-        **scores,
-    }
-
-
-def settings_digest(settings: Settings, kind: str = "") -> str:
-    """Digest of `shaping_settings`; for an evaluation with what it asks for itself."""
-    shaping = shaping_settings(settings)
-    if kind.startswith(EVAL_PREFIX):
-        own = settings.eval[kind.removeprefix(EVAL_PREFIX)].model_dump(exclude=_NOT_SHAPING_EVAL)
-        shaping["eval"] = _without_folders(own)
-    return digest_value(shaping)
-
-
 def _options(section: Any) -> dict[str, Any]:
     dumped: dict[str, Any] = section.model_dump(exclude={"signal_s", "fallback", "time_max"})
     return {key: value for key, value in dumped.items() if value is not None}
-
-
-def _without_folders(value: Any) -> Any:
-    """`value` with each absolute path in it cut down to its last name."""
-    if isinstance(value, dict):
-        return {key: _without_folders(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_folders(item) for item in value]
-    if isinstance(value, str) and value.startswith("/"):
-        return value.rstrip("/").rsplit("/", 1)[-1]
-    return value

@@ -12,24 +12,27 @@ from typing import Any
 
 from slurm_rl.config.derive import (
     AUTO,
-    STAGE_KINDS,
-    eval_kinds,
     gpu_count,
-    needs_score,
-    num_ranks,
     parse_wall_time,
-    section_of,
     slurm_sections,
-    stage_kinds,
     stage_signal_s,
     stage_slurm,
     stage_time_s,
 )
 from slurm_rl.config.pools import job_kinds, largest_array
 from slurm_rl.config.problems import Path, Problem, format_value, nearest
+from slurm_rl.config.roles import num_ranks, role
 from slurm_rl.config.rollout_schema import Score
 from slurm_rl.config.schema import Settings
 from slurm_rl.config.sections import Slurm
+from slurm_rl.config.stages import (
+    eval_kinds,
+    is_megatron_stage,
+    needs_score,
+    section_kinds,
+    section_of,
+    stage_kinds,
+)
 
 #: sbatch's long options (man sbatch, 22.05 to 24.11), less those that are ours.
 SBATCH_OPTIONS = frozenset(
@@ -60,7 +63,7 @@ def check_jobs(settings: Settings) -> Iterator[Problem]:
     sections: list[tuple[Path, Slurm]] = [(("slurm",), settings.slurm)]
     sections += [
         ((*section_of(kind), "slurm"), settings.stage(kind).slurm)
-        for kind in (*STAGE_KINDS, *eval_kinds(settings))
+        for kind in section_kinds(settings)
     ]
     sections += [
         (("rollout", "pools", name, "slurm"), pool.slurm)
@@ -244,20 +247,26 @@ def _asks_for_more(name: str, value: Any) -> bool:
 
 
 def _check_ranks(settings: Settings) -> Iterator[Problem]:
-    options = stage_slurm(settings, "train")
+    for kind in stage_kinds(settings):
+        if is_megatron_stage(settings, kind):
+            yield from _check_role_ranks(settings, kind)
+
+
+def _check_role_ranks(settings: Settings, kind: str) -> Iterator[Problem]:
+    options = stage_slurm(settings, kind)
     nodes = options.get("nodes")
-    ranks = num_ranks(settings)
-    path = ("train", "num_ranks")
-    if settings.launcher == "slurm" and settings.train.num_ranks is None:
+    ranks, own = num_ranks(settings, kind), role(settings, kind).num_ranks
+    path = (kind, "num_ranks")
+    if settings.launcher == "slurm" and own is None:
         unclear = [name for name in _SIZES if _asks_for_more(name, options.get(name))]
         if unclear and not options.get("gpus_per_node"):
-            rule = f"is needed: train.slurm.{unclear[0]} does not say how many ranks there are"
+            rule = f"is needed: {kind}.slurm.{unclear[0]} does not say how many ranks there are"
             yield Problem(path, rule, "set it, or ask with nodes and gpus_per_node")
-    if settings.launcher == "local" or settings.train.num_ranks is None or nodes is None:
+    if settings.launcher == "local" or own is None or nodes is None:
         return
     gpus = gpu_count(options.get("gpus_per_node"))
     if gpus and ranks != nodes * gpus:
-        rule = f"is not the {nodes} × {gpus} GPUs that the train job asks for"
+        rule = f"is not the {nodes} × {gpus} GPUs that the {kind} job asks for"
         yield Problem(path, rule, "take it out, or change nodes or gpus_per_node", ranks)
     elif ranks % nodes:
         yield Problem(path, f"does not spread evenly over {nodes} nodes", "change it", ranks)

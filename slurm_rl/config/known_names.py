@@ -36,7 +36,7 @@ def _none(remark: str) -> Meaning:
 
 
 _OWN_JOBS = "take the line out: a stage is a job of its own, and has all the GPUs that it asks for"
-_GRPO = "take the line out: the estimator is GRPO, which has none"
+_OTHER_SHAPE = "it takes what docs/training.md says"
 _TRACKER = "take the line out: each commit has its metrics, `slurm-rl metrics RUN` shows them"
 _KEPT = "every iteration is saved; this says which stay"
 
@@ -59,12 +59,12 @@ ELSEWHERE: Mapping[str, Meaning] = {
     "test_freq": _at("eval.NAME.interval"),
     # -- batches
     "balance_data": _none("take the line out: ranks share the batch evenly"),
-    "use_dynamic_batch_size": _at("train.micro_batch_size", remark="samples, not tokens"),
-    "max_tokens_per_gpu": _at("train.micro_batch_size", remark="samples, not tokens"),
-    "num_steps_per_rollout": _at(
-        "train.global_batch_size",
-        remark="rollout_batch_size × n_samples_per_prompt / the number of steps",
-    ),
+    "use_dynamic_batch_size": _at("train.max_tokens_per_gpu", remark="setting it packs"),
+    "log_probs_chunk_size": _at("train.log_probs_max_tokens_per_gpu"),
+    "num_steps_per_rollout": _at("train.minibatches"),
+    "ppo_epochs": _at("train.epochs"),
+    "ppo_max_token_len_per_gpu": _at("train.max_tokens_per_gpu"),
+    "log_prob_max_token_len_per_gpu": _at("train.log_probs_max_tokens_per_gpu"),
     "num_epoch": _at("num_rollout", remark="iterations, not epochs"),
     "total_epochs": _at("num_rollout", remark="iterations, not epochs"),
     "train_batch_size": _at("rollout.rollout_batch_size"),
@@ -96,27 +96,46 @@ ELSEWHERE: Mapping[str, Meaning] = {
     "save_interval": _at("retention.keep_every", "retention.keep_last", remark=_KEPT),
     "save_freq": _at("retention.keep_every", "retention.keep_last", remark=_KEPT),
     "load": _at("hf_checkpoint", remark="a run goes on by itself from where it was"),
-    "ref_load": _none("take the line out: the reference is the model that the run starts from"),
+    "ref_load": _at("reference.hf_checkpoint"),
+    "ref_update_interval": _at("reference.update_interval"),
+    "critic_load": _at("critic.hf_checkpoint"),
+    "critic_lr": _at("critic.megatron.lr"),
+    "critic_lr_warmup_iters": _at("critic.lr_warmup_iters"),
+    "num_critic_only_steps": _at("critic.warmup_iterations", remark="iterations"),
+    "critic_warmup": _at("critic.warmup_iterations", remark="iterations"),
+    "cliprange_value": _at("critic.value_clip"),
+    "critic_num_nodes": _at("critic.slurm.nodes", "critic.num_ranks"),
+    "critic_num_gpus_per_node": _at("critic.slurm.gpus_per_node", "critic.num_ranks"),
     "megatron_to_hf_mode": _none("take the line out: weights are converted by themselves"),
     "project_name": _at("run.name"),
     "experiment_name": _at("run.name"),
     # -- algorithm
-    "use_tis": _none(
-        "there is no such correction; train.max_logprob_gap halts a run whose trainer and engine"
-        " disagree"
-    ),
+    "use_tis_correction": _at("train.use_tis"),
+    "tis_imp_ratio_cap": _at("train.tis_clip", "train.use_tis"),
+    "rollout_is": _at("train.use_tis", "train.tis_level"),
+    "rollout_is_threshold": _at("train.tis_clip"),
+    "rollout_rs": _at("train.rejection.level"),
+    "rollout_rs_threshold": _at("train.rejection.high"),
+    "rollout_rs_threshold_lower": _at("train.rejection.low"),
     "use_rollout_logprobs": _none("take the line out: the trainer computes them itself"),
-    "kl_coef": _at("train.kl_loss_coef", remark="a term of the loss, not of the reward"),
-    "use_kl_in_reward": _at("train.use_kl_loss", remark="a term of the loss, not of the reward"),
+    "use_kl_in_reward": _at("train.kl_coef", remark="above 0"),
+    "kl_penalty": _at("train.kl_reward_type"),
+    "norm_adv_by_std_in_grpo": _at("train.normalize_advantages_std"),
+    "clip_ratio_c": _at("train.eps_clip_c"),
+    "loss_agg_mode": _at("train.loss_aggregation"),
     "adv_estimator": _at("train.advantage_estimator"),
     "clip_ratio": _at("train.eps_clip"),
     "clip_ratio_high": _at("train.eps_clip_high"),
     "entropy_coeff": _at("train.entropy_coef"),
-    "gamma": _none(_GRPO),
-    "lambd": _none(_GRPO),
-    "lam": _none(_GRPO),
-    "loss_type": _none("take the line out: there is the policy loss alone"),
-    "custom_loss_function_path": _none("there is no loss of your own"),
+    "lam": _at("train.lambd"),
+    "loss_mode": _at("train.policy_loss"),
+    "loss_type": _at("train.policy_loss"),
+    "custom_loss_function_path": _at("train.custom_loss_path", remark=_OTHER_SHAPE),
+    "custom_advantage_function_path": _at("train.custom_advantage_path", remark=_OTHER_SHAPE),
+    "custom_pg_loss_reducer_function_path": _at("train.custom_reducer_path", remark=_OTHER_SHAPE),
+    "custom_tis_function_path": _at("train.custom_correction_path", remark=_OTHER_SHAPE),
+    "opd_kl_coef": _at("teacher.coef"),
+    "opd_teacher_load": _at("teacher.hf_checkpoint"),
     "rollout_function_path": _at(
         "rollout.custom_generate_function_path", remark="it makes one sample"
     ),
@@ -153,7 +172,14 @@ ELSEWHERE: Mapping[str, Meaning] = {
     "reward_model": _at("rollout.rm_type", "score.server"),
 }
 #: Value elsewhere -> the same one here, of settings that take it.
-VALUES: Mapping[str, str] = {"low_var_kl": "k3", "kl": "k1", "mse": "k2"}
+VALUES: Mapping[str, str] = {
+    "kl": "k1",
+    "mse": "k2",
+    "vanilla": "ppo",
+    "ppo": "gae",
+    "token-mean": "token",
+    "seq-mean-token-mean": "sequence",
+}
 
 
 def explain_name(name: str) -> str | None:

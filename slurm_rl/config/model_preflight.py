@@ -33,6 +33,7 @@ def check_model(settings: Settings) -> Problems:
     server = settings.score.server
     if server is not None:
         yield from _check_served(File(server.hf_checkpoint))
+    yield from _check_others(settings)
     if settings.init_model is not None:
         config = settings.init_model.config
         yield from _check_made(settings.init_model)
@@ -51,6 +52,19 @@ def check_model(settings: Settings) -> Problems:
         return
     yield from _check_context(settings, config.get("max_position_embeddings"))
     yield from _check_stop_tokens(settings, vocab_size)
+
+
+def _check_others(settings: Settings) -> Problems:
+    """The models beside the policy: those that critic, reference and teacher name."""
+    sections = {
+        "critic": settings.critic,
+        "reference": settings.reference,
+        "teacher": settings.teacher,
+    }
+    for name, section in sections.items():
+        if section is not None and section.hf_checkpoint is not None:
+            folder, at = File(section.hf_checkpoint), (name, "hf_checkpoint")
+            yield from _check_folder(folder, at, weights=(_WEIGHTS,))
 
 
 def _check_trained(folder: File) -> Problems:

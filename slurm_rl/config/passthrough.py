@@ -16,12 +16,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path as File
 from typing import Any
 
+from slurm_rl.config.megatron_limits import MEGATRON_ONLY, MOE_OWNED, Only
 from slurm_rl.config.problems import Path, Problem, nearest
 
 _TABLES = File(__file__).parent / "tables"
 
 _MODEL = "comes from the model's own config.json"
-_NOT_YET = "is not supported yet (dense Llama, Qwen2 and Qwen3 are)"
+_NOT_YET = "is of models that are not supported"
 
 _MEGATRON_OWNED = {
     **dict.fromkeys(
@@ -34,9 +35,11 @@ _MEGATRON_OWNED = {
         " embedding_init_method_std perform_initialization attention_output_gate".split(),
         _MODEL,
     ),
+    **dict.fromkeys(MOE_OWNED, _MODEL),
     "deterministic_mode": "follows the top-level deterministic",
     "use_cpu_initialization": "follows the machine",
     "variable_seq_lengths": "is fixed by how samples are packed",
+    **dict.fromkeys("overlap_p2p_comm batch_p2p_comm".split(), "follows the layout"),
     "lr_warmup_iters": "is train.lr_warmup_iters",
     "lr_decay_iters": "is train.lr_decay_iters",
     "global_batch_size": "is train.global_batch_size",
@@ -45,25 +48,7 @@ _MEGATRON_OWNED = {
     "seed": "is the top-level seed",
     **dict.fromkeys("save load save_interval ckpt_format".split(), "is the run directory's affair"),
 }
-_MEGATRON_NOT_YET = ("moe_", "mtp_", "mamba_", "dsa_", "linear_", "expert_")
-#: What the trainer supports at one value only. Dropout: the same tokens must get the same
-#: log-probs twice.
-MEGATRON_ONLY: dict[str, Any] = {
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "fp16": False,
-    "optimizer": "adam",
-    "transformer_impl": "local",
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "num_moe_experts": None,
-    "virtual_pipeline_model_parallel_size": None,
-    "use_megatron_fsdp": False,
-    "use_custom_fsdp": False,
-    "num_distributed_optimizer_instances": 1,
-    "overlap_param_gather_with_optimizer_step": False,
-    "gradient_accumulation_fusion": False,
-}
+_MEGATRON_NOT_YET = ("mtp_", "mamba_", "dsa_", "linear_")
 #: Names of Megatron's command line that its core calls otherwise.
 _MEGATRON_RENAMED = {
     "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
@@ -108,7 +93,7 @@ class Table:
     file: str
     owned: Mapping[str, str]
     not_yet: tuple[str, ...] = ()
-    only: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, Only] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -140,9 +125,11 @@ SGLANG_SCORE = replace(
 )
 
 
-def check_megatron(options: Mapping[str, Any]) -> list[Problem]:
-    """What is wrong with `train.megatron`."""
-    return _check_options(options, MEGATRON, ("train", "megatron"))
+def check_megatron(
+    options: Mapping[str, Any], above: Path = ("train", "megatron")
+) -> list[Problem]:
+    """What is wrong with `train.megatron`, or with another role's."""
+    return _check_options(options, MEGATRON, above)
 
 
 def check_sglang(options: Mapping[str, Any], above: Path = ("rollout", "sglang")) -> list[Problem]:
@@ -150,9 +137,11 @@ def check_sglang(options: Mapping[str, Any], above: Path = ("rollout", "sglang")
     return _check_options(options, SGLANG, above)
 
 
-def check_score_sglang(options: Mapping[str, Any]) -> list[Problem]:
-    """What is wrong with `score.server.sglang`."""
-    return _check_options(options, SGLANG_SCORE, ("score", "server", "sglang"))
+def check_score_sglang(
+    options: Mapping[str, Any], above: Path = ("score", "server", "sglang")
+) -> list[Problem]:
+    """What is wrong with `score.server.sglang`, or with a teacher's."""
+    return _check_options(options, SGLANG_SCORE, above)
 
 
 def megatron_sections(name: str) -> tuple[str, ...]:
@@ -181,8 +170,9 @@ def _check_option(name: str, value: Any, table: Table, above: Path) -> Problem |
         return _unknown(name, table, path)
     if not any(_IS_TYPE[kind](value) for kind in entry["types"]):
         return _wrong_type(entry, table, path, value)
-    if value != table.only.get(name, value):
-        rule = f"is not supported; only {json.dumps(table.only[name])} is"
+    limit = table.only.get(name)
+    if limit is not None and value not in limit.values:
+        rule = f"is not supported, only {limit.names} is: {limit.why}"
         return Problem(path, rule, "take the line out", value)
     choices = entry.get("choices")
     if choices and value is not None:

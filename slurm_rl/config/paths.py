@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path as File
 from typing import Any
 
-from slurm_rl.config.derive import PROCEDURAL, STAGE_KINDS
+from slurm_rl.config.derive import PROCEDURAL
 from slurm_rl.config.problems import Path, Problem
+from slurm_rl.config.stages import STAGE_KINDS
 
 _STAGES: tuple[Path, ...] = (*((kind,) for kind in STAGE_KINDS), ("eval", "*"))
 #: How a path-like setting is read. `file`: always a path. `work`: a path, relative to the
@@ -25,6 +26,9 @@ _STAGES: tuple[Path, ...] = (*((kind,) for kind in STAGE_KINDS), ("eval", "*"))
 _KINDS: dict[Path, str] = {
     ("run", "dir"): "work",
     ("hf_checkpoint",): "file",
+    ("critic", "hf_checkpoint"): "file",
+    ("teacher", "hf_checkpoint"): "file",
+    ("reference", "hf_checkpoint"): "file",
     ("code", "*"): "file",
     ("rollout", "prompt_data"): "data",
     ("rollout", "prompt_data", "*", "path"): "data",

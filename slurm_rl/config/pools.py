@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from slurm_rl.config.derive import stage_kinds
 from slurm_rl.config.schema import POOL_PREFIX, Settings
+from slurm_rl.config.stages import stage_kinds
 
 
 def job_kinds(settings: Settings) -> tuple[str, ...]:

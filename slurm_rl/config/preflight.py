@@ -14,10 +14,11 @@ from pathlib import Path as File
 
 from slurm_rl.config.code_preflight import check_code, check_holds_run
 from slurm_rl.config.data_preflight import check_data_files
-from slurm_rl.config.derive import STAGE_KINDS, containers_of, eval_kinds, section_of
+from slurm_rl.config.derive import containers_of
 from slurm_rl.config.model_preflight import check_model
 from slurm_rl.config.problems import Path, Problem
 from slurm_rl.config.schema import Settings
+from slurm_rl.config.stages import section_kinds, section_of
 
 
 def check_files(settings: Settings, *, code: Sequence[File] | None = None) -> list[Problem]:
@@ -77,7 +78,7 @@ def _check_programs(settings: Settings) -> Iterator[Problem]:
         (("rollout", "sglang_python"), settings.rollout.sglang_python),
         *(
             ((*section_of(kind), "python"), settings.stage(kind).python)
-            for kind in (*STAGE_KINDS, *eval_kinds(settings))
+            for kind in section_kinds(settings)
         ),
     ]
     for path, text in programs:

@@ -17,13 +17,13 @@ from slurm_rl.config.sections import (
     Container,
     EnvName,
     EnvValue,
-    Fraction,
     Positive,
     Seconds,
     Section,
     Slurm,
     Stage,
 )
+from slurm_rl.config.train_schema import Critic, Reference, Teacher, Train
 
 #: Kinds of stages that evaluate: `eval-<name>`, one for each entry of `eval`.
 EVAL_PREFIX = "eval-"
@@ -105,52 +105,6 @@ class InitModel(Section):
     )
 
 
-class Train(Stage):
-    """The update."""
-
-    advantage_estimator: Literal["grpo"] = Field(
-        "grpo", description="How rewards become advantages."
-    )
-    normalize_advantages_std: bool = Field(True, description="GRPO's division by the group's std.")
-    eps_clip: Fraction = Field(0.2, description="Clip of the probability ratio.")
-    eps_clip_high: Fraction | None = Field(None, description="Upper clip; `eps_clip` if unset.")
-    use_kl_loss: bool = Field(
-        False, description="Add a KL term towards the initial model to the loss."
-    )
-    kl_loss_coef: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight of the KL term.")
-    kl_loss_type: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of the KL term.")
-    entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
-    global_batch_size: Positive = Field(description="Samples in one optimizer step.")
-    micro_batch_size: Positive = Field(8, description="Samples in one forward pass.")
-    num_ranks: Positive | None = Field(
-        None, description="Processes of the train job; default: nodes × gpus_per_node, or 1."
-    )
-    lr_decay_iters: Positive | None = Field(
-        None, description="Horizon of the LR schedule in optimizer steps, fixed when a run is made."
-    )
-    lr_warmup_iters: Annotated[int, Field(ge=0)] = Field(
-        0, description="Optimizer steps over which the learning rate rises."
-    )
-    megatron: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Megatron-core's own names: layout, optimizer (lr, …), model, DDP.",
-    )
-    save_steps: Positive | None = Field(
-        None,
-        description="Optimizer steps between saves inside a train stage; unset: a stage that is"
-        " killed starts again from its inputs.",
-    )
-    check_first_ratio: Annotated[float, Field(gt=0)] = Field(
-        1e-4, description="Largest |ratio - 1| accepted before the first optimizer step."
-    )
-    max_logprob_gap: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Largest mean |trainer - rollout log-prob|; above it the run halts."
-    )
-    max_logprob_gap_drift: Annotated[float, Field(gt=1)] | None = Field(
-        None, description="Largest factor between this gap and that of the first iteration."
-    )
-
-
 class Retention(Section):
     """Which checkpoints and samples are kept; `slurm-rl gc` and the ticks delete the others."""
 
@@ -202,7 +156,12 @@ class Settings(Section):
         "same", description="`same`: a stage refuses other library versions than those before it."
     )
     rollout: Rollout = Field(description="Prompts, sampling, engine, reward.")
-    train: Train = Field(description="The update.")
+    train: Train = Field(description="The update of the policy.")
+    critic: Critic | None = Field(None, description="The value model of `gae`, its own role.")
+    reference: Reference = Field(
+        default_factory=Reference, description="What KL is measured against, if it is."
+    )
+    teacher: Teacher | None = Field(None, description="On-policy distillation.")
     score: Score = Field(
         default_factory=Score, description="Grading in a stage of its own, after the rollout."
     )
@@ -251,5 +210,7 @@ class Settings(Section):
         """The job settings of a stage kind (`init`, `rollout`, `eval-aime`, `tick`, …)."""
         if kind.startswith(EVAL_PREFIX):
             return self.eval[kind.removeprefix(EVAL_PREFIX)]
-        section: Stage = getattr(self, kind)
+        section: Stage | None = getattr(self, kind)
+        if section is None:
+            raise KeyError(f"{kind} is not configured")
         return section

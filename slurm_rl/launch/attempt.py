@@ -20,7 +20,7 @@ from slurm_rl import __version__
 from slurm_rl.chain.history import plan_deadline, read_durations
 from slurm_rl.chain.slots import link_slots
 from slurm_rl.chain.usage import read_iteration, read_total
-from slurm_rl.config.derive import section_of
+from slurm_rl.config.stages import section_of
 from slurm_rl.errors import StorageError
 from slurm_rl.launch.input_lease import InputLease
 from slurm_rl.launch.interpreter import explain_exit

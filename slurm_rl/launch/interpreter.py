@@ -14,8 +14,9 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from slurm_rl.config.derive import containers_of, is_like_rollout, section_of, stage_container
+from slurm_rl.config.derive import containers_of, stage_container
 from slurm_rl.config.schema import Settings
+from slurm_rl.config.stages import section_of, stands_in
 from slurm_rl.errors import ConfigError
 from slurm_rl.types import parse_order
 
@@ -102,8 +103,10 @@ def _find_setting(settings: Settings, kind: str) -> tuple[str, str | None]:
         place = next(path for path, other in containers_of(settings) if other is container)
         return ".".join([*place, "python"]), container.python
     own = ".".join([*section_of(kind), "python"])
-    between = settings.rollout.python if is_like_rollout(kind) else None
-    named = ((own, settings.stage(kind).python), ("rollout.python", between))
+    named = [(own, settings.stage(kind).python)]
+    other = stands_in(settings, kind)
+    if other is not None:
+        named.append((f"{other}.python", settings.stage(other).python))
     return next(
         ((name, value) for name, value in (*named, ("host_python", settings.host_python)) if value),
         (own, None),

@@ -21,8 +21,9 @@ from types import FrameType
 
 from slurm_rl.chain.gc import collect_quietly
 from slurm_rl.chain.graph import Graph, Link
-from slurm_rl.config.derive import stage_kinds, stage_signal_s, stage_time_s
+from slurm_rl.config.derive import stage_signal_s, stage_time_s
 from slurm_rl.config.schema import Settings
+from slurm_rl.config.stages import stage_kinds
 from slurm_rl.errors import CorruptError, SlurmRlError, StorageError
 from slurm_rl.launch import local
 from slurm_rl.launch.build import OpenRun, make_timing, open_run

@@ -18,13 +18,14 @@ from pathlib import Path
 
 from slurm_rl.config.derive import (
     data_paths,
+    model_folders,
     stage_container,
     stage_env,
     stage_python,
-    stage_ranks,
     stage_slurm,
 )
 from slurm_rl.config.pools import settings_of_shard
+from slurm_rl.config.roles import stage_ranks
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import ConfigError
 from slurm_rl.launch.containers import render_payload_command, render_payload_env
@@ -198,9 +199,8 @@ def _own_environment(settings: Settings, kind: str) -> dict[str, str]:
 def stage_binds(settings: Settings) -> list[str]:
     """Host paths that a stage's program reads or writes: the run, the model, the prompts."""
     paths = [str(settings.run_dir.absolute())]
-    if settings.hf_checkpoint:
+    for model in map(Path, model_folders(settings).values()):
         # The model's files may be links to elsewhere, as in a Hugging Face cache.
-        model = Path(settings.hf_checkpoint)
         paths.append(str(model))
         paths += sorted({str(file.resolve().parent) for file in model.glob("*")})
     paths += sorted({str(Path(path).parent) for path in data_paths(settings)})

@@ -19,13 +19,14 @@ from typing import Any
 from slurm_rl.chain.scheduler import LinkRequest, WallTime
 from slurm_rl.config.derive import (
     AUTO,
-    num_ranks,
     parse_wall_time,
     stage_fallback,
     stage_signal_s,
     stage_slurm,
 )
+from slurm_rl.config.roles import num_ranks
 from slurm_rl.config.schema import Settings
+from slurm_rl.config.stages import is_megatron_stage
 from slurm_rl.errors import (
     ConfigError,
     SchedulerError,
@@ -90,8 +91,8 @@ def plan_options(settings: Settings, request: LinkRequest) -> dict[str, Any]:
     if request.exclude:
         own = [str(user["exclude"])] if user.get("exclude") else []
         user["exclude"] = ",".join([*own, *request.exclude])
-    if kind == "train":
-        _add_tasks(settings, user)
+    if is_megatron_stage(settings, kind):
+        _add_tasks(settings, kind, user)
     if settings.gpu_request == "gres":
         _move_gpus(user)
     return ours | user
@@ -130,9 +131,9 @@ def _go_elsewhere(settings: Settings, kind: str, options: dict[str, Any]) -> Non
         options |= fallback.model_dump(include={"partition", "qos"}, exclude_none=True)
 
 
-def _add_tasks(settings: Settings, options: dict[str, Any]) -> None:
+def _add_tasks(settings: Settings, kind: str, options: dict[str, Any]) -> None:
     """One task for each rank, where the user has not said: else srun finds too few."""
-    ranks = num_ranks(settings)
+    ranks = num_ranks(settings, kind)
     if ranks > 1 and not any(name in options for name in _TASK_OPTIONS):
         options["ntasks_per_node"] = math.ceil(ranks / int(options.get("nodes", 1)))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from slurm_rl.config.derive import gpu_count, gpu_type, num_ranks, stage_slurm, stage_time_s
+from slurm_rl.config.derive import gpu_count, gpu_type, stage_slurm, stage_time_s
+from slurm_rl.config.roles import num_ranks
 from slurm_rl.config.schema import Settings
+from slurm_rl.config.stages import is_megatron_stage
 
 _NO_LIMIT_S = 10**9
 
@@ -17,8 +19,8 @@ def job_shape(settings: Settings, kind: str) -> dict[str, int | str]:
         "cpus_per_task": int(options.get("cpus_per_task", 1)),
         "gpus_per_node": gpu_count(options.get("gpus_per_node")) or 0,
     }
-    if kind == "train":
-        shape["ntasks"] = num_ranks(settings)
+    if is_megatron_stage(settings, kind):
+        shape["ntasks"] = num_ranks(settings, kind)
     # A stage must not start in a job that ends too early for it.
     shape["time_s"] = stage_time_s(settings, kind) or _NO_LIMIT_S
     gpus = gpu_type(options.get("gpus_per_node"))

@@ -24,7 +24,7 @@ from typing import Any
 
 from slurm_rl.chain.observe import read_current
 from slurm_rl.chain.scheduler import LinkRequest
-from slurm_rl.config.derive import stage_container, stage_slurm
+from slurm_rl.config.derive import model_folders, stage_container, stage_slurm
 from slurm_rl.config.pools import settings_of_shard
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import NothingDone, SchedulerUnavailable
@@ -248,5 +248,4 @@ def _render_inside(scratch: Scratch, inner: Sequence[str]) -> list[str]:
 
 
 def _protected(settings: Settings) -> list[str]:
-    model = [settings.hf_checkpoint] if settings.hf_checkpoint else []
-    return [str(settings.run_dir.absolute()), *model]
+    return [str(settings.run_dir.absolute()), *model_folders(settings).values()]

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rl.chain.scheduler import LinkRequest
-from slurm_rl.config.derive import stage_ranks, stage_time_s
+from slurm_rl.config.derive import stage_time_s
+from slurm_rl.config.roles import stage_ranks
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import SlurmRlError
 from slurm_rl.launch.payload import LocalPayload, LocalRunner, SrunRunner

@@ -13,8 +13,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from slurm_rl.config.changes import apply_changes
-from slurm_rl.config.derive import settings_digest
 from slurm_rl.config.schema import Settings
+from slurm_rl.config.shaping import settings_digest
 from slurm_rl.errors import FormatError
 from slurm_rl.storage.control import Control
 from slurm_rl.storage.digest import digest_value

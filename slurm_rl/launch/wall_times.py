@@ -8,12 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slurm_rl.config.derive import (
-    slurm_sections,
-    stage_fallback,
-    stage_slurm,
-    stage_time_s,
-)
+from slurm_rl.config.derive import slurm_sections, stage_fallback, stage_slurm, stage_time_s
 from slurm_rl.config.pools import job_kinds
 from slurm_rl.config.problems import Path as Place
 from slurm_rl.config.problems import Problem

@@ -12,9 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from slurm_rl.config.derive import settings_digest
 from slurm_rl.config.rollout_schema import Overrides
 from slurm_rl.config.schema import Settings
+from slurm_rl.config.shaping import settings_digest
 from slurm_rl.errors import EngineError
 from slurm_rl.rollout.data import Visit
 from slurm_rl.rollout.engine import Completion, Request, Sampling, Weights

@@ -42,6 +42,9 @@ PROGRAMS = {
     "init": ("slurm_rl.stages.init", "run_init"),
     "rollout": ("slurm_rl.stages.rollout", "run_rollout"),
     "score": ("slurm_rl.stages.score", "run_score"),
+    "reference": ("slurm_rl.stages.reference", "run_reference"),
+    "teacher": ("slurm_rl.stages.teacher", "run_teacher"),
+    "critic": ("slurm_rl.stages.critic", "run_critic"),
     "train": ("slurm_rl.stages.train", "run_train"),
     # `eval-<name>`, whatever the name.
     "eval": ("slurm_rl.stages.evaluate", "run_eval"),

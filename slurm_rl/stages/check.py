@@ -22,8 +22,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from slurm_rl.config.derive import data_paths, gpu_count, stage_ranks, stage_slurm
+from slurm_rl.config.derive import data_paths, gpu_count, stage_slurm
+from slurm_rl.config.layout import read_layout_sizes
+from slurm_rl.config.roles import role_megatron, stage_ranks
 from slurm_rl.config.schema import Settings
+from slurm_rl.config.stages import is_megatron_stage
 from slurm_rl.errors import SlurmRlError
 from slurm_rl.rollout.rewards import find_rewards
 from slurm_rl.rollout.sandbox.runner import describe, find_isolation, is_needed
@@ -210,7 +213,7 @@ def check_ranks(settings: Settings, kind: str, folder: Path) -> Iterator[Finding
     expected = stage_ranks(settings, kind)
     world = read_world(os.environ, expected=expected)
     yield _ok("ranks", f"{world.size} on {world.num_nodes} node(s), as configured")
-    if kind != "train":
+    if not is_megatron_stage(settings, kind):
         yield _ok("all-reduce", "one process; SGLang starts its own ranks on the node")
         return
     unfit = await_ranks(folder, num_expected=expected, patience_s=_RANKS_S)
@@ -218,13 +221,12 @@ def check_ranks(settings: Settings, kind: str, folder: Path) -> Iterator[Finding
         # Joining would have the others wait for minutes, and say less.
         yield _bad("all-reduce", f"not tried: {unfit}", "mend that first")
         return
-    megatron = settings.train.megatron
+    megatron = role_megatron(settings, kind)
     join(
         world,
         attempt_dir=folder,
         settings=settings,
-        tp_size=int(megatron.get("tensor_model_parallel_size", 1)),
-        pp_size=int(megatron.get("pipeline_model_parallel_size", 1)),
+        layout=read_layout_sizes(megatron),
     )
     try:
         yield _reduce(world)

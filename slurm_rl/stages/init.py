@@ -1,29 +1,35 @@
-"""The init stage: weights version 0, as a Hugging Face directory.
+"""The init stage: weights version 0, and every other model that the run needs, as Hugging Face
+directories.
 
 Either the user's checkpoint, by links (nothing is copied, everything is digested), or a model
 with random weights and a tokenizer of single characters, made on the spot for demos and
 tests. It refuses models that the trainer does not support before any GPU is asked for.
 
-    weights/   config.json, generation_config.json, tokenizer files, safetensors
+    weights/     config.json, generation_config.json, tokenizer files, safetensors
+    critic/      the first critic, if there is one (`critic_model.py`)
+    reference/   the model that `reference.hf_checkpoint` names
+    teacher/     the model that `teacher.hf_checkpoint` names
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
 from slurm_rl.config.schema import SPECIAL_TOKENS, InitModel, Settings
+from slurm_rl.config.stages import uses_reference
+from slurm_rl.config.train_schema import Critic
 from slurm_rl.errors import ConfigError, ModelError
 from slurm_rl.seeds import derive_seed
+from slurm_rl.stages.critic_model import COMPANION_SUFFIXES, make_critic
 from slurm_rl.storage.digest import digest_entries
 from slurm_rl.storage.durable import list_files, seal_files
 from slurm_rl.types import Order, Result
 
 log = logging.getLogger(__name__)
 
-#: Suffixes and names of what is linked besides the weights themselves.
-_COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _SPECIAL_IDS = ("pad_token_id", "eos_token_id", "bos_token_id")
 _PAD, _EOS, _BOS = SPECIAL_TOKENS
 #: Each message's text and nothing else: a model of characters knows no roles.
@@ -31,12 +37,13 @@ _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor
 
 
 def run_init(order: Order, settings: Settings) -> Result:
-    """Make `weights/` in the attempt directory; returns its files and version 0.
+    """Make the models' folders in the attempt directory; returns their files and version 0.
 
     Raises ModelError for a model that is missing, damaged or not supported; ConfigError for
     settings that name none. On disk is then a directory that nothing names.
     """
-    weights = Path(order.attempt_dir) / "weights"
+    root = Path(order.attempt_dir)
+    weights = root / "weights"
     weights.mkdir()
     if settings.hf_checkpoint is not None:
         link_checkpoint(Path(settings.hf_checkpoint), weights)
@@ -45,25 +52,104 @@ def run_init(order: Order, settings: Settings) -> Result:
     else:
         raise ConfigError("neither hf_checkpoint nor init_model is set", hint="set one of them")
     check_model(weights)
-    names = [f"weights/{name}" for name in list_files(weights)]
-    files = seal_files(Path(order.attempt_dir), names)
-    return Result(files=files, content={"weights": {"version": 0, "digest": digest_entries(files)}})
+    content: dict[str, Any] = {"weights": {"version": 0}}
+    if settings.critic is not None:
+        content["critic"] = {"version": 0} | _make_critic(settings, settings.critic, root)
+    if settings.reference.hf_checkpoint is not None and uses_reference(settings):
+        content["reference"] = _link_other(root, "reference", settings.reference.hf_checkpoint)
+    if settings.teacher is not None:
+        content["teacher"] = _link_other(root, "teacher", settings.teacher.hf_checkpoint)
+    files = []
+    for folder, facts in content.items():
+        names = [f"{folder}/{name}" for name in list_files(root / folder)]
+        own = seal_files(root, names)
+        facts["digest"] = digest_entries(own)
+        files += own
+    _check_others(root, settings)
+    return Result(files=files, content=content)
 
 
-def link_checkpoint(source: Path, weights: Path) -> None:
+def _make_critic(settings: Settings, critic: Critic, root: Path) -> dict[str, Any]:
+    """`critic/`, from a model of its own or from the policy; what is recorded of its head."""
+    folder = root / "critic"
+    folder.mkdir()
+    source = root / "weights" if critic.hf_checkpoint is None else Path(critic.hf_checkpoint)
+    head = make_critic(source, folder, seed=derive_seed(settings.seed, "critic"))
+    log.info("the critic's value head was %s", head.made)
+    return {"head": head.as_content()}
+
+
+def _link_other(root: Path, name: str, source: str) -> dict[str, Any]:
+    folder = root / name
+    folder.mkdir()
+    link_checkpoint(Path(source), folder, setting=f"{name}.hf_checkpoint")
+    return {}
+
+
+def _check_others(root: Path, settings: Settings) -> None:
+    """The models beside the policy must be of use to it. Raises ModelError."""
+    teacher = settings.teacher
+    if (root / "reference").exists():
+        check_model(root / "reference")
+        _check_vocabulary(root, "reference")
+    if (root / "critic").exists():
+        _check_vocabulary(root, "critic")
+    if teacher is not None:
+        if teacher.backend == "megatron":  # SGLang serves every family
+            check_model(root / "teacher")
+        _check_vocabulary(root, "teacher")
+
+
+def _check_vocabulary(root: Path, name: str) -> None:
+    """Its tokens must be the policy's: as many, and the same where both say so."""
+    sizes = [_read_vocab_size(root / folder / "config.json") for folder in (name, "weights")]
+    tables = [_read_vocabulary(root / folder / "tokenizer.json") for folder in (name, "weights")]
+    if None not in tables and tables[0] != tables[1]:
+        raise ModelError(
+            f"the vocabulary of the {name} model is not the policy's: their tokenizer.json differ",
+            hint=f"choose a {name}.hf_checkpoint with the policy's tokenizer",
+        )
+    # Embeddings may be padded to different sizes around one vocabulary; without tokenizers to
+    # compare, the sizes must do.
+    if None in tables and sizes[0] != sizes[1]:
+        raise ModelError(
+            f"the {name} model's vocab_size is {sizes[0]}, the policy's {sizes[1]}",
+            hint=f"choose a {name}.hf_checkpoint with the policy's tokenizer",
+        )
+
+
+def _read_vocab_size(path: Path) -> Any:
+    config: dict[str, Any] = json.loads(path.read_bytes())
+    # Models that see have one config inside another.
+    return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+
+
+def _read_vocabulary(path: Path) -> Any:
+    """The table of tokens in a `tokenizer.json`, added ones too; None if there is no such file."""
+    try:
+        content = json.loads(path.read_bytes())
+        added = {entry["content"]: entry["id"] for entry in content.get("added_tokens", [])}
+        vocab = content["model"]["vocab"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    pairs = vocab if isinstance(vocab, dict) else {str(row): i for i, row in enumerate(vocab)}
+    return {**pairs, **added}
+
+
+def link_checkpoint(source: Path, weights: Path, *, setting: str = "hf_checkpoint") -> None:
     """Link what a Hugging Face directory needs into `weights`; ModelError if it is none."""
     from slurm_rl.train.weights import INDEX, read_layout
 
     if not (source / "config.json").is_file():
         raise ModelError(
             f"{source}: there is no config.json",
-            hint="hf_checkpoint must be a Hugging Face model directory on the shared file system",
+            hint=f"{setting} must be a Hugging Face model directory on the shared file system",
         )
     names = set(read_layout(source).files)
     names |= {
         path.name
         for path in source.iterdir()
-        if path.is_file() and path.suffix in _COMPANION_SUFFIXES
+        if path.is_file() and path.suffix in COMPANION_SUFFIXES
     }
     if (source / INDEX).exists():
         names.add(INDEX)
@@ -114,7 +200,7 @@ def make_model(model: InitModel, weights: Path, *, seed: int) -> None:
         raise ModelError(f"init_model.config: transformers refuses it: {error}") from error
     special = {name: getattr(config, name) for name in _SPECIAL_IDS}
     made.generation_config = GenerationConfig(**special)
-    made.save_pretrained(weights)
+    made.save_pretrained(weights, max_shard_size="5GB")
     tokenizer.save_pretrained(weights)
 
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from slurm_rl.config.derive import settings_digest
 from slurm_rl.config.schema import Settings
+from slurm_rl.config.shaping import settings_digest
 from slurm_rl.rollout.engine import Weights
 from slurm_rl.rollout.grading import run_grading
 from slurm_rl.rollout.journal import Entry, Journal, JournalReader, read_group

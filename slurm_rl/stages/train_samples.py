@@ -56,7 +56,7 @@ def read_batch(order: Order, settings: Settings) -> Batch:
         samples, num_dropped = drop_ungraded(scored)
         if not len(samples):
             raise DataError(
-                f"train {order.iteration}: the score stage gave up all {num_dropped} groups",
+                f"{order.kind} {order.iteration}: the score stage gave up all {num_dropped} groups",
                 hint="mend the reward or its service, then `slurm-rl retry RUN -i "
                 f"{order.iteration} --stage score`",
             )
@@ -76,9 +76,9 @@ def check_token_versions(samples: SampleBatch, order: Order, settings: Settings)
     versions = sorted(set(samples.weights_version.tolist()))
     if versions and versions != [served]:
         raise CorruptError(
-            f"train {order.iteration}: samples of weights versions {versions}, not {served}"
+            f"{order.kind} {order.iteration}: samples of weights versions {versions}, not {served}"
         )
-    where = f"train {order.iteration}: "
+    where = f"{order.kind} {order.iteration}: "
     newest = int(samples.token_versions.max(initial=served))
     if newest > served:
         raise CorruptError(f"{where}tokens of weights version {newest}, newer than {served}")
@@ -110,7 +110,8 @@ def _check_parent(source: Input, order: Order) -> None:
     scored = source.content.get("parents", {}).get("rollout")
     if scored != rollout.digest:
         raise CorruptError(
-            f"train {order.iteration}: the scores are of rollout {scored}, not {rollout.digest}"
+            f"{order.kind} {order.iteration}: the scores are of rollout {scored}, not "
+            f"{rollout.digest}"
         )
 
 
@@ -119,7 +120,7 @@ def _check_rewards(samples: SampleBatch, order: Order) -> None:
     if len(missing):
         first = missing[0]
         raise DataError(
-            f"train {order.iteration}: sample {samples.sample_index[first]} of group "
+            f"{order.kind} {order.iteration}: sample {samples.sample_index[first]} of group "
             f"{samples.group_index[first]} has no reward, and no score stage gave it one",
             hint="a reward returned NaN; or score.enabled was not set when the run was made",
         )

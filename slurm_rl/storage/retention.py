@@ -20,9 +20,9 @@ from slurm_rl.config.schema import Retention
 from slurm_rl.storage.tombstones import Tombstone
 from slurm_rl.types import Slot, StageRef
 
-#: Stages whose commits are checkpoints and weights, and those whose commits are made of samples.
-CHECKPOINT_KINDS = frozenset({"train", "critic"})
-SAMPLE_KINDS = frozenset({"rollout", "score", "reference", "teacher"})
+#: Stages whose commits may hold checkpoints or weights, and those whose commits are of samples.
+CHECKPOINT_KINDS = frozenset({"train", "critic", "reference"})
+SAMPLE_KINDS = frozenset({"rollout", "score", "teacher"})
 #: So many iterations beyond what `keep_last` keeps still have their logs as files.
 FOLD_BEHIND = 12
 #: What a run without `keep_last` keeps whole before it folds records.

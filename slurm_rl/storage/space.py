@@ -104,7 +104,9 @@ def first_need(settings: Settings, kind: str) -> Need:
         tokens = rollout.rollout_max_response_len + (rollout.rollout_max_prompt_len or 0)
         size = samples * tokens * SAMPLE_BYTES_PER_TOKEN // rollout.shards
         return Need(size, why=f"{samples} samples of up to {tokens} tokens")
-    per_parameter = {"train": TRAIN_BYTES_PER_PARAMETER}.get(kind, 0)
+    per_parameter = TRAIN_BYTES_PER_PARAMETER if kind in ("train", "critic") else 0
+    if kind == "reference" and settings.reference.ema is not None:
+        per_parameter = INIT_BYTES_PER_PARAMETER
     if kind == "init" and settings.init_model is not None:
         per_parameter = INIT_BYTES_PER_PARAMETER
     parameters = (count_parameters(settings) or 0) if per_parameter else 0

@@ -1,19 +1,23 @@
-"""From a rollout to padded micro-batches of tensors: who trains on what, in which order.
+"""From a rollout to micro-batches of tensors: who trains on what, in which order.
 
-Owns the cut into optimizer steps (global batches), data-parallel ranks and micro-batches. It
-neither drops nor shuffles a sample: the rollout's order (by group, then sample) is the
-training order, and each sample is in exactly one step. Everything is known to every rank,
+Owns the cut into optimizer steps (global batches), data-parallel ranks and micro-batches, and what
+a micro-batch holds. No sample is dropped, and each is in exactly one step: steps take the rollout's
+order (by group, then sample), or the order that is asked for. Everything is known to every rank,
 since every rank reads the whole rollout.
+
+Micro-batches are padded, a row a sample, `micro_batch_size` at a time and in order; or packed, the
+samples end to end in one row, under a token budget (`packing.py`).
 
 Samples that are parts of one conversation (`rollout_index`) count as one: in the global batch,
 in the denominators, and in the statistics of their group.
 
 Legend: B samples, U conversations (mostly of one sample each), R response tokens of all of them;
-b sequences of a micro-batch, S their padded length, N their trained tokens laid end to end.
+b rows of a micro-batch, S their padded length, N their trained tokens laid end to end.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -24,6 +28,7 @@ from numpy.typing import NDArray
 
 from slurm_rl.algorithms.losses import token_weights
 from slurm_rl.errors import DataError
+from slurm_rl.train.packing import Budget, plan_packed, round_up
 
 
 class Samples(Protocol):
@@ -55,7 +60,8 @@ class Samples(Protocol):
 class MicroBatch:
     """One forward pass. Masked tokens are in `tokens_bS` and in nothing else.
 
-    tokens_bS:   int64, padded at the end.
+    tokens_bS:   int64, padded at the end; packed samples are one row.
+    lengths:     of packed samples, each with its padding; None if each sample has a row.
     position_N:  where in the flattened [b, S] the logits are that predict each trained token.
     targets_N:   the trained tokens; weights_N their weights (`token_weights`).
     sequence_N:  which of its `num_sequences` samples each is part of, from 0.
@@ -74,6 +80,7 @@ class MicroBatch:
     served_N: torch.Tensor
     denominator: int
     num_sequences: int
+    lengths: tuple[int, ...] | None = field(default=None)
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)
     proximal_N: torch.Tensor | None = field(default=None)
     reference_N: torch.Tensor | None = field(default=None)
@@ -106,34 +113,73 @@ def conversation_sizes(samples: Samples) -> NDArray[np.int64]:
     return np.diff(starts)
 
 
+def cut_steps(
+    sizes: Sequence[int], *, global_batch_size: int, order: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Sample numbers of each optimizer step.
+
+    sizes: samples of each conversation; a step takes `global_batch_size` conversations, the last
+    one perhaps fewer. order: of the conversations, theirs in the rollout if None.
+    """
+    ends = np.cumsum(sizes).tolist()
+    turns = list(range(len(sizes))) if order is None else list(order)
+    return [
+        [
+            i
+            for u in turns[start : start + global_batch_size]
+            for i in range(ends[u] - sizes[u], ends[u])
+        ]
+        for start in range(0, len(turns), global_batch_size)
+    ]
+
+
 def plan_steps(
-    sizes: Sequence[int], *, global_batch_size: int, micro_batch_size: int, dp_size: int
+    sizes: Sequence[int],
+    *,
+    global_batch_size: int,
+    micro_batch_size: int,
+    dp_size: int,
+    order: Sequence[int] | None = None,
+    lengths: Sequence[int] = (),
+    budget: Budget | None = None,
 ) -> list[list[list[list[int]]]]:
     """Sample numbers by [step][data-parallel rank][micro-batch].
 
-    sizes: samples of each conversation; a step takes `global_batch_size` conversations, the last
-    one perhaps fewer. Every rank of a step gets at least one micro-batch, perhaps an empty one: a
-    rank without work would leave the others waiting.
+    sizes, global_batch_size, order: see `cut_steps`. With a `budget` micro-batches are packed,
+    and `lengths` are the samples' tokens; without, ranks take equal shares in order, and
+    `micro_batch_size` samples make a micro-batch. Every rank gets at least one, perhaps an empty
+    one: a rank without work would leave the others waiting.
 
     Example: 5 conversations of one sample, steps of 4, micro-batches of 1, 2 ranks:
     [[[[0], [1]], [[2], [3]]], [[[4]], [[]]]].
     """
-    ends = [0, *np.cumsum(sizes).tolist()]
     steps = []
-    for start in range(0, len(sizes), global_batch_size):
-        members = list(range(ends[start], ends[min(start + global_batch_size, len(sizes))]))
-        share = -(-len(members) // dp_size)
-        ranks = [members[r * share : (r + 1) * share] for r in range(dp_size)]
-        steps.append([_cut(own, micro_batch_size) or [[]] for own in ranks])
+    for own in cut_steps(sizes, global_batch_size=global_batch_size, order=order):
+        if budget is not None:
+            ranks = plan_packed(own, lengths, num_ranks=dp_size, budget=budget)
+        else:
+            share = -(-len(own) // dp_size)
+            shares = [own[r * share : (r + 1) * share] for r in range(dp_size)]
+            ranks = [_cut(members, micro_batch_size) for members in shares]
+        steps.append([batches or [[]] for batches in ranks])
     return steps
 
 
-#: What is known of each trained token: where its logits are, the token, where it is in the whole
-#: rollout, and which sample it is of, in the micro-batch and in the rollout.
-_PLACES = ("position", "target", "r", "row", "sample")
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """What is known of each trained token of a micro-batch.
+
+    position, target, r, row, sample: of each trained token, int64[N]: where its logits are, the
+    token, its place in the whole rollout, and its sample, in the micro-batch and in the rollout.
+    """
+
+    position: torch.Tensor
+    target: torch.Tensor
+    r: torch.Tensor
+    row: torch.Tensor
+    sample: torch.Tensor
 
 
-# long: one loop that says where each trained token is
 def pack_microbatch(
     samples: Samples,
     members: Sequence[int],
@@ -142,45 +188,73 @@ def pack_microbatch(
     weights_R: torch.Tensor,
     per_token: bool,
     length_multiple: int = 1,
+    sequence_multiple: int | None = None,
 ) -> MicroBatch:
-    """The samples `members` as one padded micro-batch; none give one padding sequence.
+    """The samples `members` as one micro-batch; none give one sequence of padding.
 
-    arrays_R: what goes with the response tokens of the whole rollout, by name.
+    arrays_R: what goes with the response tokens of the whole rollout, by name. length_multiple:
+    rows are padded to a multiple of it. sequence_multiple: pack the samples into one row, each
+    padded to a multiple of this; None: a row each.
     """
-    lengths = samples.prompt_lengths.astype(np.int64) + samples.response_lengths
-    ends, response_ends = np.cumsum(lengths), np.cumsum(samples.response_lengths, dtype=np.int64)
-    width = max([int(lengths[i]) for i in members], default=1)
-    width = -(-width // length_multiple) * length_multiple
-    tokens = np.zeros((max(len(members), 1), width), np.int64)
-    parts: dict[str, list[NDArray[Any]]] = {
-        n: [] for n in ("position", "target", "r", "row", "sample")
-    }
+    all_lengths = sample_lengths(samples)
+    own_lengths = [int(all_lengths[i]) for i in members]
+    starts, shape, lengths = _lay_out(own_lengths, length_multiple, sequence_multiple)
+    tokens = np.zeros(shape[0] * shape[1], np.int64)
+    ends = np.cumsum(all_lengths)
+    for start, length, i in zip(starts, own_lengths, members, strict=True):
+        tokens[start : start + length] = samples.tokens[ends[i] - length : ends[i]]
+    places = _find_trained(samples, members, tokens=tokens, starts=starts)
+    return MicroBatch(
+        tokens_bS=torch.from_numpy(tokens.reshape(shape)),
+        position_N=places.position,
+        targets_N=places.target,
+        sequence_N=places.row,
+        weights_N=weights_R[places.r],
+        rollout_N=torch.from_numpy(samples.rollout_logprobs)[places.r],
+        served_N=torch.from_numpy(samples.token_versions)[places.r]
+        == torch.from_numpy(samples.weights_version)[places.sample],
+        denominator=len(places.target) if per_token else _count_firsts(samples, members),
+        num_sequences=max(len(members), 1),
+        lengths=lengths,
+        arrays={name: values_R[places.r] for name, values_R in arrays_R.items()},
+    )
+
+
+def _lay_out(
+    lengths: Sequence[int], length_multiple: int, sequence_multiple: int | None
+) -> tuple[list[int], tuple[int, int], tuple[int, ...] | None]:
+    """Where each sample starts among the flattened tokens, the shape of these, packed lengths."""
+    if sequence_multiple is None:
+        width = round_up(max(lengths, default=1), length_multiple)
+        return [row * width for row in range(len(lengths))], (max(len(lengths), 1), width), None
+    packed = [round_up(length, sequence_multiple) for length in lengths or [1]]
+    total = round_up(sum(packed), math.lcm(length_multiple, sequence_multiple))
+    starts = [sum(packed[:row]) for row in range(len(lengths))]
+    packed[-1] += total - sum(packed)
+    return starts, (1, total), tuple(packed)
+
+
+def _find_trained(
+    samples: Samples, members: Sequence[int], *, tokens: NDArray[np.int64], starts: list[int]
+) -> _Places:
+    """The trained tokens of `members`, whose samples start at `starts` of `tokens`."""
+    response_ends = np.cumsum(samples.response_lengths, dtype=np.int64)
+    parts: dict[str, list[NDArray[Any]]] = {name: [] for name in _Places.__slots__}
     for row, i in enumerate(members):
-        own = samples.tokens[ends[i] - lengths[i] : ends[i]]
-        tokens[row, : len(own)] = own
         trained = np.flatnonzero(samples.loss_mask[_response(samples, response_ends, i)])
-        place = trained + int(samples.prompt_lengths[i])
-        parts["position"].append(row * width + place - 1)
-        parts["target"].append(own[place])
+        place = trained + int(samples.prompt_lengths[i]) + starts[row]
+        parts["position"].append(place - 1)
+        parts["target"].append(tokens[place])
         parts["r"].append(trained + response_ends[i] - samples.response_lengths[i])
         parts["row"].append(np.full(len(trained), row))
         parts["sample"].append(np.full(len(trained), i))
-    joined = {
-        name: torch.from_numpy(np.concatenate([*values, np.zeros(0, np.int64)]).astype(np.int64))
-        for name, values in parts.items()
-    }
-    return MicroBatch(
-        tokens_bS=torch.from_numpy(tokens),
-        position_N=joined["position"],
-        targets_N=joined["target"],
-        sequence_N=joined["row"],
-        weights_N=weights_R[joined["r"]],
-        rollout_N=torch.from_numpy(samples.rollout_logprobs)[joined["r"]],
-        served_N=torch.from_numpy(samples.token_versions)[joined["r"]]
-        == torch.from_numpy(samples.weights_version)[joined["sample"]],
-        denominator=len(joined["target"]) if per_token else _count_firsts(samples, members),
-        num_sequences=max(len(members), 1),
-        arrays={name: values_R[joined["r"]] for name, values_R in arrays_R.items()},
+    return _Places(
+        **{
+            name: torch.from_numpy(
+                np.concatenate([*values, np.zeros(0, np.int64)]).astype(np.int64)
+            )
+            for name, values in parts.items()
+        }
     )
 
 
@@ -203,7 +277,7 @@ def check_samples(samples: Samples, *, vocab_size: int, max_positions: int) -> N
     Checked: there are samples; prompts are not empty; lengths fit the model; tokens are in the
     vocabulary; rewards and log-probabilities are finite.
     """
-    lengths = samples.prompt_lengths.astype(np.int64) + samples.response_lengths
+    lengths = sample_lengths(samples)
     logprobs = samples.rollout_logprobs[samples.loss_mask != 0]
     checks = (
         (len(samples.rewards) == 0, "there are no samples"),
@@ -222,6 +296,12 @@ def check_samples(samples: Samples, *, vocab_size: int, max_positions: int) -> N
     for wrong, message in checks:
         if wrong:
             raise DataError(f"the rollout cannot be trained on: {message}")
+
+
+def sample_lengths(samples: Samples) -> NDArray[np.int64]:
+    """Tokens of each sample, prompt and response, int64[B]."""
+    lengths: NDArray[np.int64] = samples.prompt_lengths.astype(np.int64) + samples.response_lengths
+    return lengths
 
 
 def _is_first(samples: Samples) -> NDArray[np.bool_]:

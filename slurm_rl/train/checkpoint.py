@@ -39,7 +39,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from slurm_rl.errors import CorruptError, StorageError
+from slurm_rl.errors import ConfigError, CorruptError, StorageError
+from slurm_rl.train.chunks import model_chunks
 from slurm_rl.train.optimizer import current_lr
 from slurm_rl.train.rng import RngState
 
@@ -47,6 +48,10 @@ logger = logging.getLogger(__name__)
 
 #: Tensors in the model's own shapes, so that any layout can load them.
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+#: Characters of an error that are shown.
+_LONGEST = 300
+_EXPERTS = "expert_model_parallel_size"
+_DISTRIBUTED = "use_distributed_optimizer"
 #: What torch and Megatron raise for files that are missing, damaged or of another model.
 _LOAD_ERRORS = (
     OSError,
@@ -92,12 +97,11 @@ def save(
             _canonical_containers(state),
             str(folder),
             strategy,
-            content_metadata=_canonical_containers({**_SHARDING, **_layout()}),
+            content_metadata=_canonical_containers({**_SHARDING, **_layout(), **_form(optimizer)}),
         )
     except CheckpointException as error:
         # torch's is a BaseException, which would pass every handler.
-        reason = next((failed[0] for failed in error.failures.values()), error)
-        raise StorageError(f"{folder}: cannot be written: {_first(reason)}") from error
+        raise StorageError(f"{folder}: cannot be written: {_first(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -119,10 +123,12 @@ def load(folder: Path, *, model: Any, optimizer: Any, scheduler: Any) -> Loaded:
     """Fill model, optimizer and schedule from `folder`; every rank calls it.
 
     Of the optimizer only its state is taken: rates, decay and betas are what the settings say now.
-    Raises CorruptError if the checkpoint cannot be read or does not fit the model.
+    Raises CorruptError if the checkpoint cannot be read or does not fit the model, ConfigError if
+    it cannot be laid out as this job is.
     """
     try:
         saved = dist_checkpointing.load_content_metadata(str(folder)) or {}
+        _check_form(saved, _form(optimizer), folder)
         same_layout = {key: saved.get(key) for key in _layout()} == _layout()
         state = _sharded_state(model, optimizer, loading=True)
         if same_layout:
@@ -135,7 +141,8 @@ def load(folder: Path, *, model: Any, optimizer: Any, scheduler: Any) -> Loaded:
         progress = Progress(**loaded["progress"])
     except _LOAD_ERRORS as error:
         raise CorruptError(f"{folder}: the checkpoint cannot be read: {_first(error)}") from error
-    model.load_state_dict(loaded["model"])
+    for key, chunk in _named_chunks(model).items():
+        chunk.load_state_dict(loaded[key])
     asked = _hyperparameters(optimizer)
     optimizer.load_state_dict(loaded["optimizer"])
     lr = current_lr(optimizer)
@@ -143,6 +150,35 @@ def load(folder: Path, *, model: Any, optimizer: Any, scheduler: Any) -> Loaded:
         group.update(values)
     is_same = _load_schedule(scheduler, loaded["schedule"])
     return Loaded(progress, RngState(loaded["rng"]) if same_layout else None, lr, is_same)
+
+
+def save_model(folder: Path, *, model: Any, facts: dict[str, Any]) -> None:
+    """Write a checkpoint of the weights alone into `folder`, which must be empty.
+
+    facts: plain values beside them. Raises StorageError if they cannot be written.
+    """
+    sharded = {key: c.sharded_state_dict() for key, c in _named_chunks(model).items()}
+    try:
+        dist_checkpointing.save(
+            _canonical_containers({**sharded, **facts}),
+            str(folder),
+            _SameBytes("torch_dist", 1),
+            content_metadata=_canonical_containers(_layout()),
+        )
+    except CheckpointException as error:
+        raise StorageError(f"{folder}: cannot be written: {_first(error)}") from error
+
+
+def load_model(folder: Path, *, model: Any) -> None:
+    """Fill the model from `folder`, whatever else is in it. Raises CorruptError."""
+    chunks = _named_chunks(model)
+    try:
+        state = {key: chunk.sharded_state_dict() for key, chunk in chunks.items()}
+        loaded = dist_checkpointing.load(state, str(folder))
+    except _LOAD_ERRORS as error:
+        raise CorruptError(f"{folder}: the checkpoint cannot be read: {_first(error)}") from error
+    for key, chunk in chunks.items():
+        chunk.load_state_dict(loaded[key])
 
 
 def _hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
@@ -165,13 +201,23 @@ def _load_schedule(scheduler: Any, saved: dict[str, Any]) -> bool:
 def _sharded_state(model: Any, optimizer: Any, *, loading: bool) -> dict[str, Any]:
     # The model without its wrappers, which would prefix every key with `module.`.
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    sharded = model.sharded_state_dict(metadata={**_SHARDING, "dp_cp_group": group})
+    metadata = {**_SHARDING, "dp_cp_group": group}
+    chunks = _named_chunks(model)
+    sharded = {key: c.sharded_state_dict(metadata=metadata) for key, c in chunks.items()}
     return {
-        "model": sharded,
+        **sharded,
         "optimizer": optimizer.sharded_state_dict(
-            sharded, is_loading=loading, metadata=dict(_SHARDING)
+            sharded if len(chunks) > 1 else sharded["model"],
+            is_loading=loading,
+            metadata=dict(_SHARDING),
         ),
     }
+
+
+def _named_chunks(model: Any) -> dict[str, Any]:
+    """What of the state is which chunk's: its keys are in no file, those of its tensors are."""
+    chunks = model_chunks(model)
+    return {f"model{i}" if len(chunks) > 1 else "model": c for i, c in enumerate(chunks)}
 
 
 def _layout() -> dict[str, int]:
@@ -179,6 +225,32 @@ def _layout() -> dict[str, int]:
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
     }
+
+
+def _form(optimizer: Any) -> dict[str, Any]:
+    """What the form of the optimizer's state depends on, where it is not as usual."""
+    size = parallel_state.get_expert_model_parallel_world_size()
+    is_split = optimizer.chained_optimizers[0].config.use_distributed_optimizer
+    experts = {_EXPERTS: size} if size > 1 else {}
+    return experts if is_split else experts | {_DISTRIBUTED: False}
+
+
+def _check_form(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+    """ConfigError unless the optimizer's state can be read in this form."""
+    experts = [int(found.get(_EXPERTS, 1)) for found in (saved, now)]
+    if (experts[0] > 1) != (experts[1] > 1):
+        raise ConfigError(
+            f"{folder}: saved with {_EXPERTS} = {experts[0]}, which is {experts[1]} now: Megatron "
+            "keeps the experts' optimizer state apart from the others' only if it is above 1",
+            hint=f"keep it {'above 1' if experts[0] > 1 else '= 1'}; other sizes may change",
+        )
+    split = [bool(found.get(_DISTRIBUTED, True)) for found in (saved, now)]
+    if split[0] != split[1]:
+        raise ConfigError(
+            f"{folder}: saved with {_DISTRIBUTED} = {split[0]}, which is {split[1]} now: the two "
+            "keep the optimizer's state in different forms",
+            hint=f"set train.megatron.{_DISTRIBUTED}: {str(split[0]).lower()}",
+        )
 
 
 def _rng_object(rng: RngState | None) -> ShardedObject:
@@ -252,5 +324,9 @@ class _Writer(FileSystemWriter):
 
 
 def _first(error: BaseException) -> str:
+    """The first line of what went wrong; torch's own error says only on which ranks."""
+    if isinstance(error, CheckpointException):
+        error = next((failed[0] for failed in error.failures.values()), error)
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+    # A key that is missing comes with all that are there.
+    return f"{type(error).__name__}: {lines[0][:_LONGEST] if lines else ''}"

@@ -11,6 +11,7 @@ What is replaced, and where Megatron needs it:
     device="cuda" in factories      optimizer, gradient clipping, schedules
     Tensor.cuda, Tensor.type        tied embeddings, the distributed optimizer's dtype checks
     synchronize, empty_cache, …     nothing to wait for
+    streams and events              experts' tokens travel on a stream of their own
     the CUDA random state           is the CPU's
 """
 
@@ -90,10 +91,33 @@ def _table() -> tuple[tuple[Any, str, Any], ...]:
         (torch.Tensor, "type", _type_as_on_cuda(torch.Tensor.type)),
         *((torch.cuda, name, _do_nothing()) for name in _NOTHING_TO_DO),
         (torch.cuda, "current_device", lambda: _CPU),
+        (torch.cuda, "Stream", _Stream),
+        (torch.cuda, "current_stream", _Stream),
+        (torch.cuda, "stream", _enter),
         (torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state()),
         (torch.cuda, "set_rng_state", lambda state, device=None: torch.set_rng_state(state)),
         (torch.cuda, "manual_seed", lambda seed: torch.manual_seed(seed)),
     )
+
+
+class _Stream:
+    """There is one queue of work, and all of it is done."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def record_event(self) -> _Stream:
+        return self  # waiting for it is as waiting for the stream
+
+
+def _enter(stream: Any) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext(stream)
 
 
 def _leave_as_is(model: Any = None, **_: Any) -> Any:

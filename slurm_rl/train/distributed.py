@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slurm_rl.config.layout import Layout, check_ranks
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import ConfigError, SlurmRlError
 from slurm_rl.storage.durable import write_hint
@@ -76,9 +77,7 @@ def read_world(environment: Mapping[str, str], *, expected: int) -> World:
     return World(rank, size, int(environment.get(names[2], rank)), int(nodes))
 
 
-def join(
-    world: World, *, attempt_dir: Path, settings: Settings, tp_size: int, pp_size: int
-) -> None:
+def join(world: World, *, attempt_dir: Path, settings: Settings, layout: Layout) -> None:
     """Make the process groups: torch's and Megatron's. NCCL where CUDA is, else gloo.
 
     Raises ConfigError if the layout does not divide the ranks, SlurmRlError if the ranks do
@@ -87,12 +86,7 @@ def join(
     import torch
     from megatron.core import parallel_state
 
-    if world.size % (tp_size * pp_size):
-        raise ConfigError(
-            f"{world.size} ranks cannot be split into tensor_model_parallel_size {tp_size} × "
-            f"pipeline_model_parallel_size {pp_size}",
-            hint="their product must divide the ranks",
-        )
+    check_ranks(layout, num_ranks=world.size)
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
@@ -105,7 +99,13 @@ def join(
         device_id=torch.device("cuda", torch.cuda.current_device()) if cuda else None,
     )
     parallel_state.initialize_model_parallel(
-        tp_size, pp_size, create_gloo_process_groups=cuda and world.size > 1
+        layout.tensor,
+        layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.experts,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        create_gloo_process_groups=cuda and world.size > 1,
     )
 
 

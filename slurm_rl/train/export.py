@@ -1,13 +1,14 @@
 """The trained weights as a Hugging Face directory that transformers and SGLang load.
 
-Owns the way from tensor- and pipeline-parallel shards to whole tensors on rank 0. The names
-and layouts are `families.py`'s, the files `weights.py`'s. What else the source directory held
-(config, tokenizer, chat template) goes along unchanged.
+Owns the way from shards, over any tensor-, pipeline- and expert-parallel layout, to whole tensors
+on rank 0. The names and layouts are `families.py`'s, the files `weights.py`'s. What else the source
+directory held (config, tokenizer, chat template) goes along unchanged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,13 @@ from megatron.core import parallel_state
 
 from slurm_rl.train.families import Rule, join_shards, list_rules
 from slurm_rl.train.geometry import Geometry
-from slurm_rl.train.loading import local_rules
-from slurm_rl.train.weights import INDEX, WeightsLayout, write_weights
+from slurm_rl.train.loading import local_rules, tensor_place
+from slurm_rl.train.weights import WeightsLayout, read_companions, write_weights
 
-#: Names of the ways to store weights: never taken along, since they would be stale.
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+__all__ = ["export_weights", "read_companions"]
 
-
-def read_companions(folder: Path) -> dict[str, bytes]:
-    """What lies in a Hugging Face directory beside its weights: name -> bytes."""
-    return {
-        path.name: path.read_bytes()
-        for path in sorted(folder.iterdir())
-        if path.is_file() and path.name != INDEX and path.suffix not in _WEIGHT_SUFFIXES
-    }
+#: A parameter of the whole model: its name in the rules, layer and expert.
+_Key = tuple[str, int | None, int | None]
 
 
 def export_weights(
@@ -41,13 +35,13 @@ def export_weights(
     layout: WeightsLayout,
     companions: dict[str, bytes],
 ) -> None:
-    """Write the model into `folder` (made here); every rank calls it, rank 0 writes.
+    """Write the model (or this rank's chunks of it) into `folder` (made here), on rank 0; every
+    rank calls it.
 
     Tensors keep the files, dtypes and names of `layout`: unchanged weights give the same
-    bytes. A crash midway leaves files that nothing names yet.
+    bytes. They come file by file, so that rank 0 holds no more than about one file. A crash midway
+    leaves files that nothing names yet.
     """
-    if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
-        return
     stream = _gather(model, geometry=geometry, layout=layout)
     if dist.get_rank() != 0:
         for _ in stream:
@@ -60,65 +54,84 @@ def export_weights(
         pass
 
 
-@torch.no_grad()
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """One rank's part of a parameter: which one of how many, and what arrives on rank 0."""
+
+    rank: int
+    index: int
+    size: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 def _gather(
     model: Any, *, geometry: Geometry, layout: WeightsLayout
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole Hugging Face tensors, one Megatron parameter at a time; on tensor rank 0."""
-    local = {
-        (rule.layer, rule.megatron): parameter for rule, parameter in local_rules(geometry, model)
-    }
-    owners = _owners(list(local))
-    dtype = next(iter(local.values())).dtype
-    for rule in list_rules(geometry):
-        key = (rule.layer, rule.megatron)
-        whole: dict[str, torch.Tensor] = {}
-        if owners[key] == parallel_state.get_pipeline_model_parallel_rank():
-            whole = join_shards(rule, _all_shards(local[key].data), geometry=geometry)
-        if parallel_state.get_tensor_model_parallel_rank() == 0:
-            yield from _send_to_first(rule, whole, owner=owners[key], layout=layout, dtype=dtype)
-            if (
-                geometry.tied
-                and key[1].startswith("embedding")
-                and "lm_head.weight" in layout.dtypes
-            ):
+    """Whole tensors by name, on rank 0; the other ranks hand over their parts and yield none."""
+    local = {_key(rule): (rule, tensor.data) for rule, tensor in local_rules(geometry, model)}
+    sources, rank = _sources(local), dist.get_rank()
+    for rule in _by_file(list(list_rules(geometry)), layout):
+        shards = []
+        for source in sources[_key(rule)]:
+            own = local[_key(rule)][1] if source.rank == rank else None
+            shard = _to_first(source, own)
+            if shard is not None:
+                shards.append(shard)
+        if rank == 0:
+            whole = join_shards(rule, shards, geometry=geometry)
+            yield from whole.items()
+            if "lm_head.weight" in layout.dtypes and geometry.tied and rule.kind == "vocab":
                 yield "lm_head.weight", whole[rule.hf[0]]
 
 
-def _owners(keys: list[Any]) -> dict[Any, int]:
-    """Which pipeline rank has a parameter; the first one, where two have it."""
-    group = parallel_state.get_pipeline_model_parallel_group()
-    held: list[Any] = [None] * group.size()
-    dist.all_gather_object(held, keys, group=group)
-    return {key: rank for rank in reversed(range(len(held))) for key in held[rank]}
+def _key(rule: Rule) -> _Key:
+    return rule.megatron, rule.layer, rule.expert
 
 
-def _all_shards(shard: torch.Tensor) -> list[torch.Tensor]:
-    group = parallel_state.get_tensor_model_parallel_group()
-    if group.size() == 1:
-        return [shard]
-    shards = [torch.empty_like(shard) for _ in range(group.size())]
-    dist.all_gather(shards, shard.contiguous(), group=group)
-    return shards
+def _by_file(rules: list[Rule], layout: WeightsLayout) -> list[Rule]:
+    """The rules, those of a file together, whatever order the files' makers had."""
+    home = {t: i for i, members in enumerate(layout.files.values()) for t in members}
+    return sorted(rules, key=lambda rule: min(home[name] for name in rule.hf))
 
 
-def _send_to_first(
-    rule: Rule,
-    whole: dict[str, torch.Tensor],
-    *,
-    owner: int,
-    layout: WeightsLayout,
-    dtype: torch.dtype,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Hand the tensors from the pipeline rank that has them to the first one."""
-    group = parallel_state.get_pipeline_model_parallel_group()
-    for name in rule.hf:
-        tensor = whole.get(name)
-        if owner != 0:
-            if tensor is None:
-                shape, device = layout.shapes[name], torch.cuda.current_device()
-                tensor = torch.empty(shape, dtype=dtype, device=device)
-            tensor = tensor.contiguous()
-            dist.broadcast(tensor, src=dist.get_global_rank(group, owner), group=group)
-        if tensor is not None:
-            yield name, tensor
+def _sources(local: dict[_Key, tuple[Rule, torch.Tensor]]) -> dict[_Key, list[_Shard]]:
+    """For each parameter the ranks that hand over its parts, in the parts' order.
+
+    Of the ranks that have the same part, the first.
+    """
+    own: dict[_Key, _Shard] = {}
+    data = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    experts = parallel_state.get_expert_data_parallel_rank()
+    for key, (rule, tensor) in local.items():
+        if (data if rule.expert is None else experts) == 0:  # replicas need not be named
+            index, size = tensor_place(rule)
+            if rule.kind == "whole":
+                index, size = 0, 1
+            own[key] = _Shard(dist.get_rank(), index, size, tuple(tensor.shape), tensor.dtype)
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, own)
+    found: dict[_Key, dict[int, _Shard]] = {}
+    for part in held:
+        for key, shard in part.items():
+            found.setdefault(key, {}).setdefault(shard.index, shard)
+    for key, parts in found.items():
+        assert sorted(parts) == list(range(next(iter(parts.values())).size)), f"{key}: {parts}"
+    return {key: [parts[i] for i in sorted(parts)] for key, parts in found.items()}
+
+
+def _to_first(source: _Shard, own: torch.Tensor | None) -> torch.Tensor | None:
+    """The part on rank 0, sent by the rank that has it; None on the others."""
+    rank = dist.get_rank()
+    if source.rank == 0:
+        return own
+    if rank == source.rank:
+        assert own is not None
+        dist.send(own.contiguous(), dst=0)
+        return None
+    if rank != 0:
+        return None
+    device = torch.cuda.current_device()
+    received = torch.empty(source.shape, dtype=source.dtype, device=device)
+    dist.recv(received, src=source.rank)
+    return received

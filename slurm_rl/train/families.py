@@ -1,16 +1,21 @@
 """Names and layouts of weights, Hugging Face <-> Megatron, as one table.
 
 A rule says how one Megatron parameter is made of Hugging Face tensors and how it is split
-over tensor-parallel ranks. Both directions are pure functions on tensors; files are
-`weights.py`'s, collectives are `export.py`'s.
+over tensor-parallel ranks. What a family calls its tensors is `families_table.py`'s. Both
+directions are pure functions on tensors; files are `weights.py`'s, collectives are `export.py`'s.
 
     kind      Megatron parameter                       split over tensor ranks
     whole     the tensor itself                        every rank has all of it
     columns   the tensor itself                        along dimension 1
+    rows      the tensor itself                        along dimension 0
     vocab     the tensor, padded with zero rows        along dimension 0
-    gate_up   [gate; up] of the rank's own rows        along dimension 0, each half
+    gate_up   [gate; up] of the rank's own rows, from  along dimension 0, each half
+              two tensors or from one that has both
     qkv       for each key-value group: its queries,   along dimension 0, by groups
               its key, its value (weights and biases)
+
+An expert's parameters are split over the expert-tensor-parallel ranks, and are of one
+expert-parallel rank.
 """
 
 from __future__ import annotations
@@ -23,90 +28,250 @@ from typing import Literal
 import torch
 
 from slurm_rl.errors import ConfigError, ModelError
+from slurm_rl.train.families_table import FAMILIES, Names
 from slurm_rl.train.geometry import Geometry
 from slurm_rl.train.weights import WeightsLayout
 
 #: Reads rows (axis 0) or columns (axis 1) start:stop of a named Hugging Face tensor; the
 #: whole tensor if axis is None.
 Read = Callable[[str, int | None, int, int], torch.Tensor]
-Kind = Literal["whole", "columns", "vocab", "gate_up", "qkv"]
+Kind = Literal["whole", "columns", "rows", "vocab", "gate_up", "qkv"]
+Shape = tuple[int, ...]
+
+#: What TransformerEngine's spec, which fuses a norm with the linear layer after it and the experts
+#: with each other, calls a layer's parameters.
+_TE_NAMES = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+    "mlp.experts.local_experts.{e}.linear_fc1.weight": "mlp.experts.linear_fc1.weight{e}",
+    "mlp.experts.local_experts.{e}.linear_fc2.weight": "mlp.experts.linear_fc2.weight{e}",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One Megatron parameter. `layer` is None outside the decoder layers (global numbers)."""
+    """One Megatron parameter, and the names and shapes of the tensors that it is made of.
+
+    `layer` is None outside the decoder layers, `expert` outside the experts (global numbers). In
+    `megatron` the expert's number is `{e}`.
+    """
 
     megatron: str
     hf: tuple[str, ...]
     kind: Kind
+    shapes: tuple[Shape, ...]
     layer: int | None = None
+    expert: int | None = None
 
-    def local_name(self, layer_offset: int) -> str:
-        """The parameter's name on a pipeline rank whose first layer is `layer_offset`."""
-        if self.layer is None:
-            return self.megatron
-        return f"decoder.layers.{self.layer - layer_offset}.{self.megatron}"
-
-
-_ATTENTION = ("q", "k", "v")
+    def local_names(self, layer: int | None = None, expert: int | None = None) -> tuple[str, ...]:
+        """What the parameter may be called in a model whose own numbers are these."""
+        prefix = "" if layer is None else f"decoder.layers.{layer}."
+        own = (self.megatron, _TE_NAMES.get(self.megatron, self.megatron))
+        return tuple(prefix + name.replace("{e}", str(expert)) for name in dict.fromkeys(own))
 
 
 def list_rules(geometry: Geometry) -> Iterator[Rule]:
     """Every parameter of the model, in the order of its layers; the same on every rank."""
-    yield Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab")
-    for layer in range(geometry.num_layers):
-        yield from _layer_rules(geometry, layer)
-    yield Rule("decoder.final_layernorm.weight", ("model.norm.weight",), "whole")
-    if not geometry.tied:
-        yield Rule("output_layer.weight", ("lm_head.weight",), "vocab")
+    g = geometry
+    table, vector = ((g.vocab_size, g.hidden_size),), ((g.hidden_size,),)
+    yield Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab", table)
+    for layer in range(g.num_layers):
+        yield from _layer_rules(g, layer)
+    yield Rule("decoder.final_layernorm.weight", ("model.norm.weight",), "whole", vector)
+    if g.value_head:
+        head = ((1, g.hidden_size),)
+        yield Rule("output_layer.weight", ("score.weight",), "whole", head)
+        yield Rule("output_layer.bias", ("score.bias",), "whole", ((1,),))
+    elif not g.tied:
+        yield Rule("output_layer.weight", ("lm_head.weight",), "vocab", table)
 
 
-def _layer_rules(geometry: Geometry, layer: int) -> Iterator[Rule]:
-    hf = f"model.layers.{layer}."
+class _Layer:
+    """Makes the rules of one decoder layer."""
 
-    def rule(megatron: str, names: tuple[str, ...], kind: Kind) -> Rule:
-        return Rule(megatron, tuple(hf + name for name in names), kind, layer)
+    def __init__(self, layer: int) -> None:
+        self._layer = layer
 
-    yield rule("input_layernorm.weight", ("input_layernorm.weight",), "whole")
-    for part in ["weight"] + ["bias"] * geometry.qkv_bias:
-        names = tuple(f"self_attn.{x}_proj.{part}" for x in _ATTENTION)
-        yield rule(f"self_attention.linear_qkv.{part}", names, "qkv")
-    if geometry.qk_norm:
+    def rule(
+        self, megatron: str, kind: Kind, *tensors: tuple[str, Shape], expert: int | None = None
+    ) -> Rule:
+        hf = tuple(f"model.layers.{self._layer}.{name}" for name, _ in tensors)
+        shapes = tuple(shape for _, shape in tensors)
+        return Rule(megatron, hf, kind, shapes, self._layer, expert)
+
+    def norm(self, megatron: str, name: str, size: int) -> Rule:
+        return self.rule(f"{megatron}.weight", "whole", (f"{name}.weight", (size,)))
+
+
+def _layer_rules(geometry: Geometry, number: int) -> Iterator[Rule]:
+    g, layer, names = geometry, _Layer(number), FAMILIES[geometry.family].names
+    yield layer.norm("input_layernorm", "input_layernorm", g.hidden_size)
+    yield from _attention_rules(g, layer) if g.mla is None else _latent_rules(g, layer)
+    if g.post_norms:
+        yield layer.norm("post_self_attn_layernorm", names.post_attention_norm, g.hidden_size)
+    yield layer.norm("pre_mlp_layernorm", names.pre_mlp_norm, g.hidden_size)
+    if g.is_moe_layer(number):
+        yield from _moe_rules(g, layer, names)
+    else:
+        yield from _mlp_rules(g, layer, names)
+    if g.post_norms:
+        yield layer.norm("post_mlp_layernorm", names.post_mlp_norm, g.hidden_size)
+
+
+def _attention_rules(geometry: Geometry, layer: _Layer) -> Iterator[Rule]:
+    g = geometry
+    queries, keys = g.num_heads * g.head_dim, g.num_groups * g.head_dim
+    rows = {"q": queries, "k": keys, "v": keys}
+    for part in ["weight"] + ["bias"] * g.qkv_bias:
+        width = (g.hidden_size,) if part == "weight" else ()
+        tensors = [(f"self_attn.{x}_proj.{part}", (size, *width)) for x, size in rows.items()]
+        yield layer.rule(f"self_attention.linear_qkv.{part}", "qkv", *tensors)
+    if g.qk_norm:
         for x in "qk":
-            names = (f"self_attn.{x}_norm.weight",)
-            yield rule(f"self_attention.{x}_layernorm.weight", names, "whole")
-    yield rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), "columns")
-    yield rule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), "whole")
-    gate_up = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
-    yield rule("mlp.linear_fc1.weight", gate_up, "gate_up")
-    yield rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), "columns")
+            yield layer.norm(f"self_attention.{x}_layernorm", f"self_attn.{x}_norm", g.head_dim)
+    out = ("self_attn.o_proj.weight", (g.hidden_size, queries))
+    yield layer.rule("self_attention.linear_proj.weight", "columns", out)
 
 
-def check_layout(geometry: Geometry, *, tp_size: int, pp_size: int) -> None:
-    """ConfigError unless the model can be split so: groups, widths and layers evenly."""
-    for value, what, size, key in (
-        (geometry.num_groups, "num_key_value_heads", tp_size, "tensor"),
-        (geometry.ffn_hidden_size, "intermediate_size", tp_size, "tensor"),
-        (geometry.num_layers, "num_hidden_layers", pp_size, "pipeline"),
-    ):
+def _latent_rules(geometry: Geometry, layer: _Layer) -> Iterator[Rule]:
+    g, mla = geometry, geometry.mla
+    assert mla is not None
+
+    def rows(megatron: str, name: str, *shape: int) -> Rule:
+        weight = (f"self_attn.{name}.weight", shape)
+        return layer.rule(f"self_attention.{megatron}.weight", "rows", weight)
+
+    queries = g.num_heads * mla.qk_head_dim
+    if mla.q_lora_rank is None:
+        yield rows("linear_q_proj", "q_proj", queries, g.hidden_size)
+    else:
+        rank = mla.q_lora_rank
+        yield rows("linear_q_down_proj", "q_a_proj", rank, g.hidden_size)
+        yield layer.norm("self_attention.q_layernorm", "self_attn.q_a_layernorm", rank)
+        yield rows("linear_q_up_proj", "q_b_proj", queries, rank)
+    down, rank = mla.kv_lora_rank + mla.qk_rope_head_dim, mla.kv_lora_rank
+    yield rows("linear_kv_down_proj", "kv_a_proj_with_mqa", down, g.hidden_size)
+    yield layer.norm("self_attention.kv_layernorm", "self_attn.kv_a_layernorm", rank)
+    up = g.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    yield rows("linear_kv_up_proj", "kv_b_proj", up, rank)
+    out = ("self_attn.o_proj.weight", (g.hidden_size, g.num_heads * mla.v_head_dim))
+    yield layer.rule("self_attention.linear_proj.weight", "columns", out)
+
+
+def _mlp_rules(geometry: Geometry, layer: _Layer, names: Names) -> Iterator[Rule]:
+    hidden, width = geometry.hidden_size, geometry.ffn_hidden_size
+    if names.gate_up:
+        both = (f"{names.gate_up}.weight", (2 * width, hidden))
+        yield layer.rule("mlp.linear_fc1.weight", "gate_up", both)
+    else:
+        halves = [(f"{name}.weight", (width, hidden)) for name in (names.gate, names.up)]
+        yield layer.rule("mlp.linear_fc1.weight", "gate_up", *halves)
+    yield layer.rule("mlp.linear_fc2.weight", "columns", (f"{names.down}.weight", (hidden, width)))
+
+
+def _moe_rules(geometry: Geometry, layer: _Layer, names: Names) -> Iterator[Rule]:
+    hidden, moe = geometry.hidden_size, geometry.moe
+    assert moe is not None
+    router = (f"{names.router}.weight", (moe.num_experts, hidden))
+    yield layer.rule("mlp.router.weight", "whole", router)
+    if moe.expert_bias:
+        bias = (names.router_bias, (moe.num_experts,))
+        yield layer.rule("mlp.router.expert_bias", "whole", bias)
+    width = moe.expert_ffn_size
+    inward = (names.expert_gate, names.expert_up)
+    for e in range(moe.num_experts):
+        halves = [(f"{name.format(e=e)}.weight", (width, hidden)) for name in inward]
+        own = "mlp.experts.local_experts.{e}."
+        yield layer.rule(own + "linear_fc1.weight", "gate_up", *halves, expert=e)
+        down = (f"{names.expert_down.format(e=e)}.weight", (hidden, width))
+        yield layer.rule(own + "linear_fc2.weight", "columns", down, expert=e)
+    if moe.shared_ffn_size is not None:
+        yield from _shared_rules(geometry, layer, names, width=moe.shared_ffn_size)
+
+
+def _shared_rules(geometry: Geometry, layer: _Layer, names: Names, *, width: int) -> Iterator[Rule]:
+    hidden, own = geometry.hidden_size, "mlp.shared_experts."
+    halves = [(f"{names.shared}.{x}_proj.weight", (width, hidden)) for x in ("gate", "up")]
+    yield layer.rule(own + "linear_fc1.weight", "gate_up", *halves)
+    down = (f"{names.shared}.down_proj.weight", (hidden, width))
+    yield layer.rule(own + "linear_fc2.weight", "columns", down)
+    if geometry.moe is not None and geometry.moe.shared_gate:
+        gate = (f"{names.shared_gate}.weight", (1, hidden))
+        yield layer.rule(own + "gate_weight", "whole", gate)
+
+
+def check_layout(
+    geometry: Geometry,
+    *,
+    tp_size: int,
+    pp_size: int,
+    ep_size: int = 1,
+    expert_tp_size: int | None = None,
+    num_chunks: int = 1,
+) -> None:
+    """ConfigError unless the model can be split so: groups, widths, experts and layers evenly.
+
+    expert_tp_size: None is `tp_size`. num_chunks: parts of the model on each pipeline rank.
+    """
+    if geometry.moe is None and ep_size > 1:
+        raise ConfigError(
+            f"train.megatron.expert_model_parallel_size = {ep_size}, but the model has no experts",
+            hint="leave it out",
+        )
+    virtual = "pipeline_model_parallel_size × virtual_pipeline_model_parallel_size"
+    divisions = [
+        *_tensor_divisions(geometry, tp_size),
+        *_expert_divisions(geometry, ep_size, tp_size, expert_tp_size),
+        (geometry.num_layers, "num_hidden_layers", pp_size, "pipeline_model_parallel_size"),
+        (geometry.num_layers, "num_hidden_layers", pp_size * num_chunks, virtual),
+    ]
+    for value, what, size, key in divisions:
         if value % size:
             raise ConfigError(
-                f"train.megatron.{key}_model_parallel_size = {size} does not divide the model's "
-                f"{what} = {value}",
+                f"train.megatron.{key} = {size} does not divide the model's {what} = {value}",
                 hint="choose a divisor",
             )
 
 
+#: A number of the model's, what it is, what must divide it, and the setting of that.
+_Division = tuple[int, str, int, str]
+
+
+def _tensor_divisions(geometry: Geometry, size: int) -> Iterator[_Division]:
+    g, mla, key = geometry, geometry.mla, "tensor_model_parallel_size"
+    yield g.num_heads, "num_attention_heads", size, key
+    yield g.num_groups, "num_key_value_heads", size, key
+    yield g.ffn_hidden_size, "intermediate_size", size, key
+    if mla is not None:
+        yield mla.q_lora_rank or 0, "q_lora_rank", size, key
+        latent = mla.kv_lora_rank + mla.qk_rope_head_dim
+        yield latent, "kv_lora_rank + qk_rope_head_dim", size, key
+
+
+def _expert_divisions(
+    geometry: Geometry, ep_size: int, tp_size: int, expert_tp_size: int | None
+) -> Iterator[_Division]:
+    moe, key = geometry.moe, "tensor_model_parallel_size"
+    if moe is None:
+        return
+    yield moe.num_experts, "number of experts", ep_size, "expert_model_parallel_size"
+    own = key if expert_tp_size is None else "expert_tensor_parallel_size"
+    yield moe.expert_ffn_size, "experts' width", expert_tp_size or tp_size, own
+    yield moe.shared_ffn_size or 0, "shared experts' width", tp_size, key
+
+
 def check_tensors(geometry: Geometry, *, folder: Path, layout: WeightsLayout) -> None:
-    """ModelError unless the files hold exactly the model's tensors.
+    """ModelError unless the files hold exactly the model's tensors, in the model's shapes.
 
     With tied embeddings a copy of them as `lm_head.weight` is accepted.
     """
-    wanted = {name for rule in list_rules(geometry) for name in rule.hf}
+    wanted = hf_shapes(geometry)
     optional = {"lm_head.weight"} if geometry.tied else set()
     for what, names in (
-        ("is missing", wanted - set(layout.dtypes)),
-        ("is not part of such a model", set(layout.dtypes) - wanted - optional),
+        ("is missing", wanted.keys() - layout.dtypes.keys()),
+        ("is not part of such a model", layout.dtypes.keys() - wanted.keys() - optional),
     ):
         if names:
             raise ModelError(
@@ -114,32 +279,48 @@ def check_tensors(geometry: Geometry, *, folder: Path, layout: WeightsLayout) ->
                 hint=f"config.json says {geometry.family}, {geometry.num_layers} layers, "
                 f"embeddings {'tied' if geometry.tied else 'not tied'}",
             )
+    for name, shape in layout.shapes.items():
+        if name in wanted and shape != wanted[name]:
+            raise ModelError(
+                f"{folder}: tensor {name} has shape {list(shape)}, but config.json makes it "
+                f"{list(wanted[name])}",
+                hint="the weights are of another model than config.json",
+            )
+
+
+def hf_shapes(geometry: Geometry) -> dict[str, Shape]:
+    """Each Hugging Face tensor of the model and its shape, in the order of the layers."""
+    return {
+        name: shape
+        for rule in list_rules(geometry)
+        for name, shape in zip(rule.hf, rule.shapes, strict=True)
+    }
 
 
 def read_shard(
     rule: Rule, read: Read, *, geometry: Geometry, tp_rank: int, tp_size: int
 ) -> torch.Tensor:
     """What tensor rank `tp_rank` of `tp_size` holds of the parameter, in the files' dtype."""
-    g = geometry
-
-    def part(name: str, axis: int, length: int) -> torch.Tensor:
-        step = length // tp_size
-        return read(name, axis, tp_rank * step, (tp_rank + 1) * step)
-
     if rule.kind == "whole":
         return read(rule.hf[0], None, 0, 0)
     if rule.kind == "vocab":
-        return _read_vocab(rule, read, geometry=g, tp_rank=tp_rank, tp_size=tp_size)
-    if rule.kind == "gate_up":
-        return torch.cat([part(name, 0, g.ffn_hidden_size) for name in rule.hf])
+        return _read_vocab(rule, read, geometry=geometry, tp_rank=tp_rank, tp_size=tp_size)
+
+    def part(name: str, axis: int, length: int, first: int = 0) -> torch.Tensor:
+        step = length // tp_size
+        return read(name, axis, first + tp_rank * step, first + (tp_rank + 1) * step)
+
     if rule.kind == "columns":
-        is_attention = "linear_proj" in rule.megatron
-        return part(rule.hf[0], 1, g.num_heads * g.head_dim if is_attention else g.ffn_hidden_size)
-    q = part(rule.hf[0], 0, g.num_heads * g.head_dim)
-    k, v = (part(name, 0, g.num_groups * g.head_dim) for name in rule.hf[1:])
-    groups = g.num_groups // tp_size
-    blocks = [t.reshape(groups, -1, *t.shape[1:]) for t in (q, k, v)]
-    return torch.cat(blocks, dim=1).reshape(-1, *q.shape[1:])
+        return part(rule.hf[0], 1, rule.shapes[0][1])
+    if rule.kind == "gate_up" and len(rule.hf) == 1:
+        half = rule.shapes[0][0] // 2
+        return torch.cat([part(rule.hf[0], 0, half, first) for first in (0, half)])
+    parts = [part(name, 0, s[0]) for name, s in zip(rule.hf, rule.shapes, strict=True)]
+    if rule.kind == "qkv":
+        groups = geometry.num_groups // tp_size
+        blocks = [t.reshape(groups, -1, *t.shape[1:]) for t in parts]
+        return torch.cat(blocks, dim=1).reshape(-1, *parts[0].shape[1:])
+    return torch.cat(parts)
 
 
 def join_shards(
@@ -153,15 +334,17 @@ def join_shards(
     if rule.kind == "columns":
         return {rule.hf[0]: torch.cat(shards, dim=1)}
     if rule.kind == "gate_up":
-        halves = [shard.chunk(2) for shard in shards]
-        return {name: torch.cat([h[i] for h in halves]) for i, name in enumerate(rule.hf)}
+        pairs = [shard.chunk(2) for shard in shards]
+        halves = [torch.cat([pair[i] for pair in pairs]) for i in (0, 1)]
+        parts = halves if len(rule.hf) == 2 else [torch.cat(halves)]
+        return dict(zip(rule.hf, parts, strict=True))
     full = torch.cat(shards)
     if rule.kind == "qkv":
         blocks = full.reshape(g.num_groups, -1, *full.shape[1:])
         queries = g.num_heads // g.num_groups * g.head_dim
-        parts = blocks.split([queries, g.head_dim, g.head_dim], dim=1)
-        return {n: p.reshape(-1, *full.shape[1:]) for n, p in zip(rule.hf, parts, strict=True)}
-    return {rule.hf[0]: full[: g.vocab_size]}
+        cut = blocks.split([queries, g.head_dim, g.head_dim], dim=1)
+        return {n: p.reshape(-1, *full.shape[1:]) for n, p in zip(rule.hf, cut, strict=True)}
+    return {rule.hf[0]: full[: rule.shapes[0][0]]}
 
 
 def _read_vocab(

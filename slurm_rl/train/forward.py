@@ -1,7 +1,8 @@
 """Forward and backward passes of micro-batches, by Megatron's schedules.
 
 Owns what a pass takes and gives: this rank's micro-batches, and log-probabilities and entropy of
-their trained tokens. The loss is `objective.py`'s, the optimizer's steps are `step.py`'s.
+their trained tokens, the same on tensor and context ranks. The loss is `objective.py`'s, the
+optimizer's steps are `step.py`'s.
 
 Legend: B samples, R response tokens of the rollout, N trained tokens of a micro-batch, V vocabulary
 columns of this tensor rank.
@@ -9,16 +10,16 @@ columns of this tensor rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from slurm_rl.config.schema import Train
 from slurm_rl.train.batch import (
     MicroBatch,
     Samples,
@@ -26,7 +27,19 @@ from slurm_rl.train.batch import (
     pack_microbatch,
     plan_steps,
     rollout_weights,
+    sample_lengths,
 )
+from slurm_rl.train.chunks import model_chunks
+from slurm_rl.train.context import (
+    counts_here,
+    gather_tokens,
+    model_inputs,
+    own_tokens,
+    row_multiple,
+    sequence_multiple,
+)
+from slurm_rl.train.packing import Budget, round_up, token_costs
+from slurm_rl.train.regroup import regroup
 from slurm_rl.train.vocab_parallel import logprobs_and_entropy
 
 
@@ -34,8 +47,8 @@ from slurm_rl.train.vocab_parallel import logprobs_and_entropy
 class Engine:
     """What a step works on: Megatron's objects, and the numbers that they go with.
 
-    model: the wrapped model; vocab_size: without padding; temperature: the rollout's;
-    per_token: how losses aggregate (`token_weights`).
+    model: the wrapped model, or the chunks of an interleaved pipeline; vocab_size: without
+    padding; temperature: the rollout's; per_token: how losses aggregate (`token_weights`).
     """
 
     model: Any
@@ -48,22 +61,36 @@ class Engine:
 
 
 def policy_logprobs(
-    engine: Engine, microbatches: list[MicroBatch], *, temperature: float | None = None
+    engine: Engine,
+    microbatches: list[MicroBatch],
+    *,
+    temperature: float | None = None,
+    max_tokens: int | None = None,
 ) -> list[torch.Tensor]:
     """Log-probabilities float32[N] of each micro-batch's trained tokens, without gradient.
 
-    Logits are divided by `temperature` (None: the rollout's) first. Empty except on the last
-    pipeline rank.
+    Logits are divided by `temperature` (None: the rollout's) first. max_tokens: what a pass may
+    hold on each rank, if the micro-batches are packed and others than they are to be passed.
+    Empty except on the last pipeline rank.
     """
     asked = engine if temperature is None else replace(engine, temperature=temperature)
+    passes, put_back = microbatches, None
+    if max_tokens is not None and microbatches[0].lengths is not None:
+        config = engine.model.config
+        passes, put_back = regroup(
+            microbatches,
+            max_tokens=max_tokens * config.context_parallel_size,
+            multiple=row_multiple(config),
+        )
 
     def report(batch: MicroBatch, logits_bSV: torch.Tensor) -> Any:
         logprobs_N, _ = predict(asked, batch, logits_bSV)
         return logprobs_N.sum(), count(0, logits_bSV), {"logprobs": logprobs_N}
 
     with torch.no_grad():
-        parts = run_microbatches(engine.model, microbatches, report, forward_only=True)
-    return [part["logprobs"] for part in parts]
+        parts = run_microbatches(engine.model, passes, report, forward_only=True)
+    found = [part["logprobs"] for part in parts]
+    return put_back(found) if found and put_back is not None else found
 
 
 def run_microbatches(
@@ -76,73 +103,150 @@ def run_microbatches(
     """Forward (and backward) passes by Megatron's schedule, with pipelines or without.
 
     `loss(batch, logits_bSV)` gives (sum to differentiate, denominator, report); the reports
-    come back in order, on the last pipeline rank.
+    come back in order, on the last pipeline rank. Other ranks may have another number of
+    micro-batches; where a schedule needs more of them, empty ones are passed too.
     """
+    chunks = model_chunks(model)
+    config = chunks[0].config
     # A bfloat16 wrapper would make a float32 copy of all logits; only some are needed.
-    extra = {"fp32_output": False} if _is_float16_wrapped(model) else {}
+    extra = {"fp32_output": False} if _is_float16_wrapped(chunks[0]) else {}
+    on_device = config.transformer_impl == "transformer_engine"
 
     def forward(batches: Iterator[MicroBatch], module: Any) -> Any:
         batch = next(batches)
-        tokens = batch.tokens_bS
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        return module(tokens, positions, None, **extra), partial(loss, batch)
+        own = _no_loss if batch is filler else partial(loss, batch)
+        return module(**model_inputs(batch, on_device=on_device), **extra), own
 
+    filler = _filler(microbatches[0], config)
+    filled = microbatches + [filler] * _num_missing(len(microbatches), config)
+    iterators = [iter(filled) for _ in chunks]
     reports: list[Any] = get_forward_backward_func()(
         forward_step_func=forward,
-        data_iterator=iter(microbatches),
-        model=[model],
-        num_microbatches=len(microbatches),
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=chunks,
+        num_microbatches=len(filled),
         # With pipelines the shapes travel along (`variable_seq_lengths`).
         seq_length=microbatches[0].tokens_bS.shape[1],
         micro_batch_size=microbatches[0].tokens_bS.shape[0],
         forward_only=forward_only,
     )
-    return reports
+    return reports[: len(microbatches)]
 
 
 def predict(engine: Engine, batch: MicroBatch, logits_bSV: torch.Tensor) -> Any:
-    return logprobs_and_entropy(
-        logits_bSV.flatten(0, 1).index_select(0, batch.position_N),
-        targets_N=batch.targets_N,
+    """Log-probability and entropy of every trained token, float32[N] each, with gradient."""
+    position_n, own_n = own_tokens(batch)
+    found = logprobs_and_entropy(
+        logits_bSV.flatten(0, 1).index_select(0, position_n),
+        targets_N=batch.targets_N if own_n is None else batch.targets_N[own_n],
         temperature=engine.temperature,
         vocab_size=engine.vocab_size,
         group=parallel_state.get_tensor_model_parallel_group(),
     )
+    return gather_tokens(found, own_n, num=len(batch.targets_N))
 
 
-def pack_own_share(
-    engine: Engine, samples: Samples, *, arrays_R: dict[str, torch.Tensor], train: Train
+def own_share(
+    engine: Engine,
+    samples: Samples,
+    *,
+    arrays_R: dict[str, torch.Tensor],
+    global_batch_size: int,
+    micro_batch_size: int,
+    max_tokens: int | None = None,
+    order: Sequence[int] | None = None,
+    weights_R: torch.Tensor | None = None,
 ) -> list[list[MicroBatch]]:
-    """This data-parallel rank's micro-batches of each optimizer step, on its device."""
+    """This data-parallel rank's micro-batches of each optimizer step, on its device.
+
+    max_tokens: tokens of a packed micro-batch on each rank; None: padded ones of
+    `micro_batch_size` samples. order: of the conversations, theirs in the rollout if None.
+    weights_R: of the response tokens in the loss; `rollout_weights` if None.
+    """
+    config = engine.model.config
+    budget = None if max_tokens is None else _budget(engine, max_tokens)
     plan = plan_steps(
         conversation_sizes(samples).tolist(),
-        global_batch_size=train.global_batch_size,
-        micro_batch_size=train.micro_batch_size,
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
         dp_size=parallel_state.get_data_parallel_world_size(),
+        order=order,
+        lengths=sample_lengths(samples).tolist(),
+        budget=budget,
     )
-    weights_R = rollout_weights(samples, per_token=engine.per_token)
+    if weights_R is None:
+        weights_R = rollout_weights(samples, per_token=engine.per_token)
+    pack = partial(
+        pack_microbatch,
+        samples,
+        arrays_R=arrays_R,
+        weights_R=weights_R,
+        per_token=engine.per_token,
+        length_multiple=row_multiple(config),
+        sequence_multiple=None if budget is None else budget.sequence_multiple,
+    )
+    rank, device = parallel_state.get_data_parallel_rank(), torch.cuda.current_device()
+    return [[pack(members).to(device) for members in ranks[rank]] for ranks in plan]
+
+
+def count(value: int, like: torch.Tensor) -> torch.Tensor:
+    """A denominator as Megatron takes it: it sums them over data and context ranks."""
+    return torch.tensor(value if counts_here() else 0, dtype=torch.int, device=like.device)
+
+
+def reports_here() -> bool:
+    """Whether this rank's reports are counted where all ranks' are summed: tensor and context
+    ranks have the same ones."""
+    return parallel_state.get_tensor_model_parallel_rank() == 0 and counts_here()
+
+
+def _budget(engine: Engine, max_tokens: int) -> Budget:
     config = engine.model.config
-    tp_size = config.tensor_model_parallel_size
-    device = torch.cuda.current_device()
-    return [
-        [
-            pack_microbatch(
-                samples,
-                members,
-                arrays_R=arrays_R,
-                weights_R=weights_R,
-                per_token=engine.per_token,
-                length_multiple=tp_size if config.sequence_parallel else 1,
-            ).to(device)
-            for members in ranks[parallel_state.get_data_parallel_rank()]
-        ]
-        for ranks in plan
-    ]
+    linear, quadratic = token_costs(config, vocab_size=engine.vocab_size)
+    return Budget(
+        max_tokens=max_tokens * config.context_parallel_size,
+        linear=linear,
+        quadratic=quadratic,
+        sequence_multiple=sequence_multiple(config),
+    )
+
+
+def _num_missing(num: int, config: Any) -> int:
+    """How many micro-batches a schedule needs beyond this rank's `num`: an interleaved pipeline a
+    multiple of its ranks, experts as many as any rank that they are shared with."""
+    wanted = num
+    if config.expert_model_parallel_size > 1:
+        most = torch.tensor(num, device=torch.cuda.current_device())
+        group = parallel_state.get_expert_model_parallel_group()
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        wanted = int(most)
+    if config.virtual_pipeline_model_parallel_size is not None:
+        wanted = round_up(wanted, config.pipeline_model_parallel_size)
+    return wanted - num
+
+
+def _filler(like: MicroBatch, config: Any) -> MicroBatch:
+    """A micro-batch that adds nothing, of one sequence of padding."""
+    none = torch.zeros(0, device=like.tokens_bS.device)
+    width = row_multiple(config)
+    return MicroBatch(
+        tokens_bS=torch.zeros((1, width), dtype=torch.int64, device=none.device),
+        position_N=none.long(),
+        targets_N=none.long(),
+        sequence_N=none.long(),
+        weights_N=none,
+        rollout_N=none,
+        served_N=none.bool(),
+        denominator=0,
+        num_sequences=1,
+        lengths=None if like.lengths is None else (width,),
+    )
+
+
+def _no_loss(logits_bSV: torch.Tensor) -> Any:
+    # Nothing is summed, but every rank goes through the backward pass.
+    return logits_bSV[..., :0].float().sum(), count(0, logits_bSV), {}
 
 
 def _is_float16_wrapped(model: Any) -> bool:
     return type(getattr(model, "module", None)).__name__ == "Float16Module"
-
-
-def count(value: int, like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.int, device=like.device)

@@ -3,29 +3,21 @@
 Measured before the first optimizer step, over the trained tokens that are of the weights which the
 rollout served: tokens that a partial rollout brought along are of an older policy, and differ
 rightly. With `chain.lag: 1` the gap holds one update as well.
-
-Mean and maximum are exact. The 99th percentile is read from a histogram that all ranks add up, so
-that no rank has to hold the tokens of all; it is the upper edge of a bin, at most 0.6 % too high.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 
-from slurm_rl.config.schema import Train
+from slurm_rl.config.train_schema import Train
 from slurm_rl.errors import NumericsError
-from slurm_rl.train.batch import MicroBatch
+from slurm_rl.train.batch import Samples
 
 NAME = "train/train_rollout_logprob_abs_diff"
-#: Bins of equal width in log10, from 1e-8 to 1e3, and one below them for everything smaller.
-_PER_DECADE, _LOWEST, _NUM_DECADES = 400, -8, 11
-_NUM_BINS = _NUM_DECADES * _PER_DECADE + 1
 #: A first gap below it counts as this: an engine that agrees exactly must not be divided by.
 FLOOR = 1e-6
 _HINT = (
@@ -48,35 +40,23 @@ class Gap:
         return {NAME: self.mean, f"{NAME}_p99": self.p99, f"{NAME}_max": self.largest}
 
 
-def measure_gap(microbatches: Sequence[MicroBatch]) -> Gap | None:
-    """The gap over all ranks, equal on each; None if no token is to be compared.
+def measure_gap(samples: Samples, proximal_R: torch.Tensor) -> Gap | None:
+    """The gap over the whole rollout; None if no token is to be compared.
 
-    The micro-batches hold the policy's log-probabilities (`proximal_N`) on the last pipeline rank.
+    proximal_R: the policy's log-probabilities of the response tokens, float32[R]. The 99th
+    percentile is the value below or at which at least 99 % lie.
     """
-    device = torch.cuda.current_device()
-    counts = torch.zeros(_NUM_BINS, dtype=torch.int64)
-    total = torch.zeros(2, dtype=torch.float64)
-    # Tensor ranks hold the same numbers.
-    if parallel_state.get_tensor_model_parallel_rank() == 0:
-        own = [
-            (batch.proximal_N - batch.rollout_N).abs()[batch.served_N].double().cpu()
-            for batch in microbatches
-            if batch.proximal_N is not None
-        ]
-        values = torch.cat([*own, torch.zeros(0, dtype=torch.float64)])
-        counts = count_bins(values)
-        total[0] = values.sum()
-        total[1] = values.max() if len(values) else 0.0
-    counts, total = counts.to(device), total.to(device)
-    dist.all_reduce(counts)
-    dist.all_reduce(total[:1])
-    dist.all_reduce(total[1:], op=dist.ReduceOp.MAX)
-    num_tokens = int(counts.sum())
-    if num_tokens == 0:
+    served_R = samples.token_versions == np.repeat(
+        samples.weights_version, samples.response_lengths.astype(np.int64)
+    )
+    counts_R = torch.from_numpy((samples.loss_mask != 0) & served_R)
+    rollout_R = torch.from_numpy(samples.rollout_logprobs)
+    values = (proximal_R - rollout_R).abs()[counts_R].double()
+    number = len(values)
+    if number == 0:
         return None
-    largest = float(total[1])
-    p99 = min(percentile(counts.cpu(), 0.99), largest)
-    return Gap(float(total[0]) / num_tokens, p99, largest, num_tokens)
+    p99 = values.kthvalue(math.ceil(0.99 * number)).values
+    return Gap(float(values.mean()), float(p99), float(values.max()), number)
 
 
 def check_gap(gap: Gap | None, *, train: Train, first: float | None) -> None:
@@ -105,17 +85,3 @@ def check_gap(gap: Gap | None, *, train: Train, first: float | None) -> None:
             f"{train.max_logprob_gap_drift:.3g}; no optimizer step was taken",
             hint=_HINT,
         )
-
-
-def count_bins(values: torch.Tensor) -> torch.Tensor:
-    """How many of `values` (float64, not negative) are in each bin, int64."""
-    place = torch.floor((values.log10() - _LOWEST) * _PER_DECADE) + 1
-    place = place.nan_to_num(nan=math.inf).clamp(0, _NUM_BINS - 1).long()
-    return torch.bincount(place, minlength=_NUM_BINS)
-
-
-def percentile(counts: torch.Tensor, share: float) -> float:
-    """The upper edge of the bin that holds the value below which `share` of all lie."""
-    wanted = math.ceil(share * int(counts.sum()))
-    place = int(torch.searchsorted(counts.cumsum(0), wanted))
-    return float(10.0 ** (_LOWEST + place / _PER_DECADE))

@@ -15,14 +15,21 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed import finalize_model_grads as finalize
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import (
+    MLATransformerConfig,
+    TransformerConfig,
+)
 
 from slurm_rl.errors import ConfigError
+from slurm_rl.train import experts, latent
+from slurm_rl.train.chunks import Chunks, model_chunks
 from slurm_rl.train.families import check_layout
-from slurm_rl.train.geometry import Geometry
+from slurm_rl.train.geometry import Geometry, gpt_fields, megatron_fields
 from slurm_rl.train.loading import mark_split_parameters
 from slurm_rl.train.options import MegatronOptions
+from slurm_rl.train.post_norms import add_post_norms
 from slurm_rl.train.spec import block_spec
+from slurm_rl.train.value_head import ValueModel
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +43,13 @@ _DEFAULTS = {
     "apply_rope_fusion": False,
     "gradient_accumulation_fusion": False,
     "persist_layer_norm": False,
+    "transformer_impl": "local",
     # Not used, but Megatron refuses variable lengths with its own default.
     "moe_token_dispatcher_type": "alltoall",
+    # The reward is the objective: no loss for balance, and no bias that moves by itself.
+    "moe_router_load_balancing_type": "none",
+    "moe_router_bias_update_rate": 0.0,
+    "moe_router_dtype": "fp32",
 }
 
 
@@ -49,36 +61,40 @@ def model_config(
     `bf16` unset means: as the model's files are. Raises ConfigError if the layout does not
     fit the model or Megatron refuses the combination.
     """
-    check_layout(geometry, tp_size=options.tp_size, pp_size=options.pp_size)
+    layout = options.layout
+    check_layout(
+        geometry,
+        tp_size=layout.tensor,
+        pp_size=layout.pipeline,
+        ep_size=layout.experts,
+        expert_tp_size=layout.expert_tensor,
+        num_chunks=layout.chunks,
+    )
+    _check_mixture(geometry, options)
     bf16 = is_bf16(geometry, options)
     dtype = torch.bfloat16 if bf16 else torch.float32
     fields: dict[str, Any] = {
-        "num_layers": geometry.num_layers,
-        "hidden_size": geometry.hidden_size,
-        "ffn_hidden_size": geometry.ffn_hidden_size,
-        "num_attention_heads": geometry.num_heads,
-        "num_query_groups": geometry.num_groups,
-        "kv_channels": geometry.head_dim,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": geometry.norm_epsilon,
-        "qk_layernorm": geometry.qk_norm,
-        "add_qkv_bias": geometry.qkv_bias,
-        "add_bias_linear": False,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
         "bf16": bf16,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        "variable_seq_lengths": options.pp_size > 1,
+        # Pipelines send shapes along; experts get as many tokens as come.
+        "variable_seq_lengths": layout.pipeline > 1 or layout.experts > 1,
+        # Interleaved, two neighbours may exchange activations and gradients in one batch, which
+        # mixes them up if there are but two ranks; overlapped, each goes by itself.
+        "overlap_p2p_comm": layout.chunks > 1,
+        "batch_p2p_comm": layout.chunks == 1,
         "perform_initialization": False,
         "use_cpu_initialization": not torch.cuda.is_available(),
         "deterministic_mode": deterministic,
         **_DEFAULTS,
         **options.transformer,
+        **megatron_fields(geometry),
+        "activation_func": torch.nn.functional.silu,
         "calculate_per_token_loss": True,
     }
+    kind = TransformerConfig if geometry.mla is None else MLATransformerConfig
     try:
-        return TransformerConfig(**fields | {"bf16": bf16})
+        return kind(**fields | {"bf16": bf16})
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"train.megatron: Megatron-core refuses it: {error}") from error
 
@@ -88,21 +104,45 @@ def is_bf16(geometry: Geometry, options: MegatronOptions) -> bool:
     return geometry.dtype == "bfloat16" if options.bf16 is None else bool(options.bf16)
 
 
-def build_model(geometry: Geometry, config: TransformerConfig) -> GPTModel:
-    """This rank's part of the model, with every parameter zero."""
-    model = GPTModel(
+def _check_mixture(geometry: Geometry, options: MegatronOptions) -> None:
+    is_split = options.layout.tensor > 1 and not options.transformer.get("sequence_parallel")
+    if geometry.moe is not None and is_split:
+        raise ConfigError(
+            f"train.megatron.tensor_model_parallel_size = {options.layout.tensor} without "
+            "sequence_parallel: tensor ranks would send each token to its experts twice",
+            hint="set train.megatron.sequence_parallel: true",
+        )
+
+
+def build_model(geometry: Geometry, config: TransformerConfig) -> Any:
+    """This rank's part of the model, with every parameter zero; `Chunks` if it is interleaved."""
+    if config.num_moe_experts is not None:
+        experts.install()
+    if geometry.mla is not None:
+        latent.install()
+    num_chunks = config.virtual_pipeline_model_parallel_size
+    if num_chunks is None:
+        return _build_chunk(geometry, config)
+    return Chunks(_build_chunk(geometry, config, vp_stage=i) for i in range(num_chunks))
+
+
+def _build_chunk(
+    geometry: Geometry, config: TransformerConfig, *, vp_stage: int | None = None
+) -> GPTModel:
+    spec = block_spec(config, vp_stage=vp_stage)
+    if geometry.post_norms:
+        add_post_norms(spec)
+    kind = ValueModel if geometry.value_head else GPTModel
+    place = {"ignore_virtual": False, "vp_stage": vp_stage}
+    model = kind(
         config=config,
-        transformer_layer_spec=block_spec(config),
+        transformer_layer_spec=spec,
         vocab_size=geometry.padded_vocab(config.tensor_model_parallel_size),
-        max_sequence_length=geometry.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(**place),
+        post_process=parallel_state.is_pipeline_last_stage(**place),
         parallel_output=True,
-        share_embeddings_and_output_weights=geometry.tied,
-        position_embedding_type="rope",
-        rotary_base=geometry.rope_theta,
-        rope_scaling=geometry.rope_factor is not None,
-        rope_scaling_factor=geometry.rope_factor or 8.0,
+        vp_stage=vp_stage,
+        **gpt_fields(geometry),
     )
     with torch.no_grad():
         for parameter in model.parameters():
@@ -111,16 +151,33 @@ def build_model(geometry: Geometry, config: TransformerConfig) -> GPTModel:
     return model.cuda()
 
 
-def wrap_model(model: GPTModel, options: MegatronOptions) -> DistributedDataParallel:
-    """The model with gradient buffers, reduced over the data-parallel ranks."""
+def wrap_model(model: Any, options: MegatronOptions) -> Any:
+    """The model, or each of its chunks, with gradient buffers, reduced over the data-parallel
+    ranks."""
+    chunks = [_wrap_chunk(c, options, number=i) for i, c in enumerate(model_chunks(model))]
+    config = model.config
+    config.finalize_model_grads_func = finalize
+    if chunks[0].ddp_config.overlap_grad_reduce:
+        # Megatron wants one function, or one for each of several chunks.
+        no_sync, start = ([c.no_sync for c in chunks], [c.start_grad_sync for c in chunks])
+        config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+        config.grad_sync_func = start if len(chunks) > 1 else start[0]
+    return Chunks(chunks) if isinstance(model, Chunks) else chunks[0]
+
+
+def _wrap_chunk(
+    model: GPTModel, options: MegatronOptions, *, number: int
+) -> DistributedDataParallel:
     config = model.config
     defaults = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True}
     inner = Float16Module(config, model) if config.bf16 else model
-    wrapped = DistributedDataParallel(
-        config, DistributedDataParallelConfig(**defaults | options.ddp), inner
+    for module in model.modules():
+        if hasattr(module, "_maintain_float32_expert_bias"):
+            module._maintain_float32_expert_bias()  # Float16Module has rounded it
+    return DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(**defaults | options.ddp),
+        inner,
+        # Its first backward pass is the only one that is not hidden behind others.
+        disable_bucketing=number > 0,
     )
-    config.finalize_model_grads_func = finalize
-    if wrapped.ddp_config.overlap_grad_reduce:
-        config.no_sync_func = wrapped.no_sync
-        config.grad_sync_func = wrapped.start_grad_sync
-    return wrapped

@@ -9,17 +9,19 @@ from __future__ import annotations
 from typing import Any
 
 import megatron.core.optimizer as megatron_optimizer
+import megatron.core.optimizer.muon as muon
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from slurm_rl.config.schema import Train
+from slurm_rl.config.train_schema import Update
 from slurm_rl.errors import ConfigError
 from slurm_rl.train import adam
+from slurm_rl.train.chunks import model_chunks
 from slurm_rl.train.options import MegatronOptions
 
 
 def build_optimizer(model: Any, options: MegatronOptions) -> Any:
-    """Megatron's (distributed) Adam over the wrapped model's parameters."""
+    """Megatron's (distributed) Adam over the wrapped model's parameters, or Muon."""
     adam.install()
     fields = {
         "use_distributed_optimizer": True,
@@ -32,14 +34,31 @@ def build_optimizer(model: Any, options: MegatronOptions) -> Any:
         config = megatron_optimizer.OptimizerConfig(**fields)
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"train.megatron: Megatron-core refuses it: {error}") from error
-    optimizer = megatron_optimizer.get_megatron_optimizer(
-        config, [model], use_gloo_process_groups=False
-    )
+    make = megatron_optimizer.get_megatron_optimizer
+    if config.optimizer == "muon":
+        _check_muon(config)
+        make = muon.get_megatron_muon_optimizer
+    optimizer = make(config, model_chunks(model), use_gloo_process_groups=False)
     model.config.grad_scale_func = optimizer.scale_loss
     for inner in optimizer.chained_optimizers:
         if hasattr(inner, "get_parameter_state_dp_zero"):
             _keep_padding(inner)
     return optimizer
+
+
+def _check_muon(config: Any) -> None:
+    if not muon.HAVE_EMERGING_OPTIMIZERS:
+        raise ConfigError(
+            "train.megatron.optimizer = muon needs the package emerging_optimizers, which is not "
+            "in the environment of the stage",
+            hint="install it there, or use adam",
+        )
+    if config.use_distributed_optimizer:
+        raise ConfigError(
+            "train.megatron.optimizer = muon cannot be with use_distributed_optimizer: it needs "
+            "whole matrices, which that splits over the data-parallel ranks",
+            hint="set train.megatron.use_distributed_optimizer: false",
+        )
 
 
 def _keep_padding(optimizer: Any) -> None:
@@ -75,7 +94,7 @@ def _spread_buckets(compact: torch.Tensor, buffer: Any) -> torch.Tensor:
     return padded
 
 
-def build_scheduler(optimizer: Any, train: Train, options: MegatronOptions) -> Any:
+def build_scheduler(optimizer: Any, train: Update, options: MegatronOptions) -> Any:
     """Learning rate and weight decay as functions of the number of optimizer steps taken.
 
     Raises ConfigError if the style needs a horizon and there is none, or if the warm-up is
@@ -110,7 +129,7 @@ def build_scheduler(optimizer: Any, train: Train, options: MegatronOptions) -> A
         ) from error
 
 
-def _horizon(train: Train, *, style: str) -> int:
+def _horizon(train: Update, *, style: str) -> int:
     if style != "constant" and train.lr_decay_iters is None:
         raise ConfigError(
             f"train.megatron.lr_decay_style = {style!r} needs train.lr_decay_iters",

@@ -13,8 +13,10 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from slurm_rl.config.passthrough import MEGATRON_ONLY
+from slurm_rl.config.layout import Layout, read_layout_sizes
+from slurm_rl.config.megatron_limits import MEGATRON_ONLY
 from slurm_rl.errors import ConfigError
+from slurm_rl.train.geometry import MODEL_FIELDS
 
 #: Arguments of OptimizerParamScheduler that are fields of no config class.
 SCHEDULE_KEYS = (
@@ -26,22 +28,6 @@ SCHEDULE_KEYS = (
     "end_weight_decay",
     "weight_decay_incr_style",
 )
-#: Fields that the model's config.json decides.
-MODEL_KEYS = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "normalization",
-    "layernorm_epsilon",
-    "qk_layernorm",
-    "add_qkv_bias",
-    "add_bias_linear",
-    "gated_linear_unit",
-    "activation_func",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +38,7 @@ class MegatronOptions:
     weights and denominators of ours (`algorithms/losses.py`).
     """
 
-    tp_size: int = 1
-    pp_size: int = 1
+    layout: Layout = field(default_factory=Layout)
     bf16: bool | None = None
     per_token: bool = False
     transformer: dict[str, Any] = field(default_factory=dict)
@@ -62,17 +47,20 @@ class MegatronOptions:
     schedule: dict[str, Any] = field(default_factory=dict)
 
 
-def split_megatron(options: dict[str, Any]) -> MegatronOptions:
-    """Sort `train.megatron` by destination. Imports Megatron-core's config classes.
+def split_megatron(
+    options: dict[str, Any], *, above: str = "train", trains: bool = True
+) -> MegatronOptions:
+    """Sort `train.megatron`, or that of the role `above`, by destination. Imports Megatron-core's
+    config classes.
 
-    Raises ConfigError naming the key: unknown, owned by the model, unsupported here, or `lr`
-    missing.
+    trains: whether there is an optimizer, which needs a rate. Raises ConfigError naming the key:
+    unknown, owned by the model, unsupported here, or `lr` missing.
     """
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    _refuse(options)
+    _refuse(options, above, trains=trains)
     parts: dict[str, dict[str, Any]] = {}
     for name, kind in (
         ("transformer", TransformerConfig),
@@ -84,11 +72,10 @@ def split_megatron(options: dict[str, Any]) -> MegatronOptions:
     schedule = {key: value for key, value in options.items() if key in SCHEDULE_KEYS}
     placed = {key for part in (*parts.values(), schedule) for key in part}
     for key in sorted(set(options) - placed):
-        raise ConfigError(f"train.megatron.{key} is not a name that Megatron-core knows")
+        raise ConfigError(f"{above}.megatron.{key} is not a name that Megatron-core knows")
     per_token = bool(parts["transformer"].pop("calculate_per_token_loss", False))
     return MegatronOptions(
-        tp_size=int(options.get("tensor_model_parallel_size", 1)),
-        pp_size=int(options.get("pipeline_model_parallel_size", 1)),
+        layout=read_layout_sizes(options),
         bf16=options.get("bf16"),
         per_token=per_token,
         schedule=schedule,
@@ -96,17 +83,27 @@ def split_megatron(options: dict[str, Any]) -> MegatronOptions:
     )
 
 
-def _refuse(options: dict[str, Any]) -> None:
-    for key in MODEL_KEYS:
+def _refuse(options: dict[str, Any], above: str, *, trains: bool) -> None:
+    for key in MODEL_FIELDS:
         if key in options:
             raise ConfigError(
-                f"train.megatron.{key} cannot be set: the model's config.json decides it",
+                f"{above}.megatron.{key} cannot be set: the model's config.json decides it",
                 hint="remove it",
             )
-    for key, only in MEGATRON_ONLY.items():
-        if options.get(key, only) != only:
+    for key, limit in MEGATRON_ONLY.items():
+        if key in options and options[key] not in limit.values:
             raise ConfigError(
-                f"train.megatron.{key} = {options[key]!r} is not supported; only {only!r} is"
+                f"{above}.megatron.{key} = {options[key]!r} is not supported, only "
+                f"{limit.names} is: {limit.why}",
+                hint="remove it",
             )
-    if options.get("lr") is None:
-        raise ConfigError("train.megatron.lr is missing", hint="for example lr: 1.0e-6")
+    if options.get("transformer_impl", "local") == "local":
+        for key in ("cp_comm_type", "moe_grouped_gemm"):
+            if options.get(key):
+                raise ConfigError(
+                    f"{above}.megatron.{key} = {options[key]!r} has no effect with "
+                    "transformer_impl: local",
+                    hint="remove it, or use TransformerEngine's modules",
+                )
+    if trains and options.get("lr") is None:
+        raise ConfigError(f"{above}.megatron.lr is missing", hint="for example lr: 1.0e-6")

@@ -4,7 +4,7 @@ Owns, in the attempt's directory, and only while the stage is at work:
 
     partial-0002/             after two optimizer steps of this iteration
       checkpoint/             model, optimizer, schedule, random state (`checkpoint.py`)
-      rank-<r>.pt             that rank's log-probabilities from before the first step
+      before.safetensors      the rollout's log-probabilities from before the first step
     partial-0002.json         published last, by rank 0: what it was made from, files, reports
 
 A later attempt at the same stage, from the same inputs, settings and ranks, goes on from the
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from slurm_rl.storage.digest import digest_file
 from slurm_rl.storage.durable import list_files, write_file
@@ -33,6 +34,7 @@ from slurm_rl.types import FileEntry, canonical_json
 
 log = logging.getLogger(__name__)
 
+_BEFORE = "before.safetensors"
 _NAME = re.compile(r"partial-(\d{4,})\.json")
 
 
@@ -40,12 +42,13 @@ _NAME = re.compile(r"partial-(\d{4,})\.json")
 class StepState:
     """How far the optimizer steps of an iteration are, and what was computed before the first.
 
-    proximal, references: float32[N] of each of this rank's micro-batches, in their order; empty
-    except on the last pipeline rank. reports: one for each step that is done.
+    proximal, reference: float32[R], of the rollout's response tokens in order, the same on every
+    rank (of a critic: its values); no reference where none was computed here. reports: one for each
+    step that is done.
     """
 
-    proximal: list[torch.Tensor] = field(default_factory=list)
-    references: list[torch.Tensor] = field(default_factory=list)
+    proximal: torch.Tensor
+    reference: torch.Tensor | None = None
     reports: list[dict[str, float]] = field(default_factory=list)
 
     @property
@@ -91,10 +94,12 @@ def save_state(
     Then the one before it is deleted: its own is enough.
     """
     folder = attempt_dir / f"partial-{state.num_steps:04d}"
-    tensors = {"proximal": state.proximal, "references": state.references}
-    plain = {name: [t.cpu() for t in values] for name, values in tensors.items()}
-    torch.save(plain, folder / f"rank-{rank}.pt")
-    entries = seal_shares(folder, list_files(folder), rank=rank, num_ranks=num_ranks)
+    if rank == 0:
+        tensors = {"proximal": state.proximal, "reference": state.reference}
+        given = {name: values for name, values in tensors.items() if values is not None}
+        save_file(given, folder / _BEFORE)
+    names = sorted({*list_files(folder), _BEFORE})
+    entries = seal_shares(folder, names, rank=rank, num_ranks=num_ranks)
     if rank == 0:
         partial = Partial(str(folder), made_from, num_ranks, state.reports, entries)
         data = canonical_json(dataclasses.asdict(partial))
@@ -113,8 +118,8 @@ def read_state(partial: Partial, *, rank: int) -> StepState | None:
         if not matches:
             log.warning("%s is damaged; the stage starts from its inputs", path)
             return None
-    tensors = torch.load(Path(partial.folder) / f"rank-{rank}.pt", weights_only=True)
-    return StepState(tensors["proximal"], tensors["references"], list(partial.reports))
+    tensors = load_file(Path(partial.folder) / _BEFORE)
+    return StepState(tensors["proximal"], tensors.get("reference"), list(partial.reports))
 
 
 def delete_partials(attempt_dir: Path) -> None:

@@ -56,11 +56,11 @@ def measure_probe(engine: Any, *, max_positions: int) -> dict[str, Any]:
     ranks. Random state and model are left as they were. Raises NumericsError if a log-prob is not
     finite: such weights must not be committed.
     """
+    from slurm_rl.train.context import row_multiple
     from slurm_rl.train.forward import policy_logprobs
 
     tokens = probe_tokens(engine.vocab_size, max_positions=max_positions)
-    config = engine.model.config
-    multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    multiple = row_multiple(engine.model.config)
     batch = pack_probe(tokens, length_multiple=multiple).to(torch.cuda.current_device())
     before, was_training = rng.capture(), engine.model.training
     engine.model.eval()
@@ -72,7 +72,7 @@ def measure_probe(engine: Any, *, max_positions: int) -> dict[str, Any]:
     own = found[0].tolist() if found else None
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
-    # The last stage of the pipeline has them; its tensor and data ranks all have the same.
+    # The last stage of the pipeline has them; its tensor, context and data ranks have the same.
     logprobs = next(values for values in gathered if values is not None)
     if not all(math.isfinite(value) for value in logprobs):
         raise NumericsError(

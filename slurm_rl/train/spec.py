@@ -1,25 +1,37 @@
-"""The layer specification: Megatron's local modules, with PyTorch's fused attention.
+"""The layer specification: Megatron's local modules with attention and norms of ours, or
+TransformerEngine's.
 
-Why not Megatron's own local attention: it builds the whole [s, s] matrix, and its RMSNorm
-refuses sequence parallelism. Parameter names are those of Megatron's local spec, so that
-checkpoints and `families.py` do not depend on this module. Runs on CPU and GPU; needs
-neither TransformerEngine nor Apex. Context parallelism and packed (thd) input are refused.
+Why not Megatron's own local attention: it builds the whole [s, s] matrix, and takes neither packed
+sequences nor context parallelism; its RMSNorm refuses sequence parallelism. Parameter names are
+those of Megatron's local spec, so that checkpoints and `families.py` do not depend on this module.
+Runs on CPU and GPU; needs neither TransformerEngine nor Apex.
+
+`train.megatron.transformer_impl: transformer_engine` takes Megatron's own spec of these modules
+instead, as it is. It needs a GPU and the package. That way has been run by no test of this project;
+`families.py` knows its parameters' names from Megatron's source.
 """
 
 from __future__ import annotations
 
-import math
+import importlib.util
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import (
+    LayerNormImpl,
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.nn import functional
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from slurm_rl.errors import ConfigError
+from slurm_rl.train.attention import CausalAttention
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -37,51 +49,58 @@ class RMSNorm(torch.nn.RMSNorm):
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
 
-class CausalAttention(MegatronModule):
-    """Scaled dot-product attention; the causal mask alone, so padding must come last."""
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-    ) -> None:
-        super().__init__(config=config)
-        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        attn_mask_type: Any = None,
-        attention_bias: torch.Tensor | None = None,
-        packed_seq_params: Any = None,
-    ) -> torch.Tensor:
-        """query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads × d]."""
-        assert packed_seq_params is None and attention_mask is None
-        length, batch = query.shape[:2]
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        out = functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+def block_spec(
+    config: TransformerConfig, *, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """The decoder of this pipeline rank (or of one of its chunks): its layers and, on the last
+    rank, the final norm."""
+    with_te = config.transformer_impl == "transformer_engine"
+    if with_te and importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigError(
+            "train.megatron.transformer_impl = transformer_engine, but that package is not in the "
+            "environment of the stage",
+            hint="install it there, or leave the setting out",
         )
-        return out.permute(2, 0, 1, 3).reshape(length, batch, -1)
+    make = _te_layer_spec if with_te else _layer_spec
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    has_experts = [_has_experts(config, number) for number in numbers]
+    kinds = {kind: make(config, is_moe=kind) for kind in set(has_experts)}
+    layers = [kinds[kind] for kind in has_experts]
+    norm = LayerNormImpl if with_te else RMSNorm
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The decoder of this pipeline rank: its layers and, on the last rank, the final norm."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+def _has_experts(config: TransformerConfig, number: int) -> bool:
+    """Whether the MLP of layer `number`, from 0, is a mixture of experts."""
+    if config.num_moe_experts is None:
+        return False
+    pattern = config.moe_layer_freq
+    return bool(pattern[number]) if isinstance(pattern, list) else number % pattern == 0
+
+
+def _layer_spec(config: TransformerConfig, *, is_moe: bool) -> Any:
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if is_moe else None,
+        moe_grouped_gemm=is_moe and config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization="RMSNorm",
+    )
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = CausalAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    layers = [layer] * get_num_layers_to_build(config)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+        if getattr(attention, name, IdentityOp) is not IdentityOp:
+            setattr(attention, name, RMSNorm)
+    return layer
+
+
+def _te_layer_spec(config: TransformerConfig, *, is_moe: bool) -> Any:
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts if is_moe else None,
+        moe_grouped_gemm=is_moe and config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+    )

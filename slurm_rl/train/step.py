@@ -1,96 +1,223 @@
-"""One iteration of training, from a rollout to updated weights. Read `train_rollout`.
+"""One iteration of updates, from a rollout to changed weights. Read `train_policy`.
 
-What it does, in order: log-probabilities of the policy before the update (the proximal
-policy) and of the reference; advantages; then for each global batch the clipped loss, its
-gradient, checks, and one optimizer step. What is left out here: files, commits, ranks
-finding each other, how micro-batches are cut (`batch.py`) and run (`forward.py`).
+What it does, in order: log-probabilities of the policy before the update (the proximal policy) and
+of the reference, for the whole rollout; advantages and corrections of them; then, for each epoch
+and each global batch, the loss, its gradient, checks, and one optimizer step. `train_critic` is the
+same for values. What is left out here: files, commits, ranks finding each other, how micro-batches
+are cut (`batch.py`) and run (`forward.py`), and what the loss is (`objective.py`).
 
-Legend: B samples, R response tokens of the rollout, V vocabulary columns of this tensor rank.
+Legend: B samples, U conversations, R response tokens of the rollout, N trained tokens of a
+micro-batch, V vocabulary columns of this tensor rank.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
-from slurm_rl.config.schema import Train
+from slurm_rl.config.train_schema import Critic, Teacher, Train, Update
 from slurm_rl.errors import NumericsError
-from slurm_rl.train.batch import MicroBatch, Samples
+from slurm_rl.seeds import derive_seed
+from slurm_rl.train.batch import MicroBatch, Samples, conversation_sizes
+from slurm_rl.train.corrections import CustomCorrection, correct
 from slurm_rl.train.forward import (
     Engine,
     count,
-    pack_own_share,
+    own_share,
     policy_logprobs,
     predict,
+    reports_here,
     run_microbatches,
 )
-from slurm_rl.train.gap import Gap, check_gap, measure_gap
-from slurm_rl.train.objective import SUMS, policy_loss
+from slurm_rl.train.gap import check_gap, measure_gap
+from slurm_rl.train.objective import CriticObjective, CustomLoss, PolicyObjective
 from slurm_rl.train.optimizer import current_lr
 from slurm_rl.train.partial import StepState
-from slurm_rl.train.returns import sample_advantages, spread
+from slurm_rl.train.returns import Estimator, Signals, estimate, summarize_estimates
+from slurm_rl.train.top_logprobs import predict_top
+from slurm_rl.train.values import predict_values
+from slurm_rl.train.weighting import CustomReducer, loss_weights
 
 #: Computes log-probabilities of micro-batches under another model: the reference.
 Reference = Callable[[list[MicroBatch]], list[torch.Tensor]]
 
 
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """The user's own parts of the algorithm, where there are any."""
+
+    advantage: Estimator | None = None
+    loss: CustomLoss | None = None
+    reducer: CustomReducer | None = None
+    correction: CustomCorrection | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One iteration's work.
+
+    signals: what other stages computed for the samples. attempt_dir: where partial saves of an
+    iteration that was `made_from` these inputs go, if the role's `save_steps` asks for them.
+    is_first: whether the reference is the policy itself, before its first update.
+    """
+
+    samples: Samples
+    signals: Signals = field(default_factory=Signals)
+    hooks: Hooks = field(default_factory=Hooks)
+    attempt_dir: Path | None = None
+    made_from: str = ""
+    is_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What an iteration is trained on and how far it is; the same for policy and critic.
+
+    seed: of the order of later epochs. resumed: an earlier process did these optimizer steps, and
+    the engine holds what they made. after_step: called with the state after each step, and the
+    number of all steps. vocab_size: for tokens of a teacher.
+    """
+
+    samples: Samples
+    signals: Signals = field(default_factory=Signals)
+    hooks: Hooks = field(default_factory=Hooks)
+    seed: int = 0
+    is_first: bool = False
+    resumed: StepState | None = None
+    after_step: Callable[[StepState, int], None] = lambda state, num_steps: None
+
+
 # long: one iteration from top to bottom, to be read in one sitting
-def train_rollout(
+def train_policy(
     engine: Engine,
-    samples: Samples,
+    task: Task,
     *,
     train: Train,
+    teacher: Teacher | None = None,
     reference: Reference | None = None,
-    resumed: StepState | None = None,
-    after_step: Callable[[StepState, int], None] = lambda state, num_steps: None,
     first_gap: float | None = None,
 ) -> dict[str, float]:
-    """Train on every sample once; returns metrics under their `train/` names.
+    """Update the policy by the rollout; returns metrics under their `train/` names.
 
-    resumed: an earlier process did these optimizer steps, and the engine holds what they made.
-    after_step: called with the state after each step, and the number of all steps.
-    first_gap: the mean gap of the run's first iteration, None if this is the first (`gap.py`).
+    reference: computes the reference's log-probs, if no stage has. first_gap: the mean gap of the
+    run's first iteration, None if this is the first (`gap.py`).
 
     Raises NumericsError before the optimizer steps if a loss or a gradient is not finite, if the
-    rollout's log-probs are too far from the policy's, or if the policy, before its first step, is
-    not the proximal policy (`train.check_first_ratio`).
+    rollout's log-probs are too far from the policy's, if in iteration 0 the reference is not the
+    policy, or if the policy, before its first step, is not the proximal policy.
     """
-    advantages_B = sample_advantages(samples, divide_by_std=train.normalize_advantages_std)
-    arrays_R = {"advantages": spread(advantages_B, samples)}
-    steps = pack_own_share(engine, samples, arrays_R=arrays_R, train=train)
-
-    everything = [batch for microbatches in steps for batch in microbatches]
-    if resumed is not None:
-        state = resumed
-    else:
-        # The policy before any update: the same micro-batches as in training, so that the first
-        # ratio is exactly 1.
-        proximal = policy_logprobs(engine, everything)
-        state = StepState(proximal, reference(everything) if reference is not None else [])
-    _hand_out(state, everything)
-    gap = measure_gap(everything)
+    samples, signals = task.samples, task.signals
+    state = task.resumed or _look_before(engine, task, role=train, reference=reference)
+    signals = signals.joined(proximal=state.proximal, reference=state.reference)
+    gap = measure_gap(samples, state.proximal)
     check_gap(gap, train=train, first=first_gap)
+    metrics = {} if gap is None else gap.metrics()
+    metrics |= _check_first_kl(task, signals, train=train)
+
+    estimates = estimate(samples, train=train, signals=signals, custom=task.hooks.advantage)
+    metrics |= summarize_estimates(samples, estimates, signals)
+    advantages_R = estimates.advantages_R
+    if teacher is not None:
+        advantages_R = signals.distilled(advantages_R, teacher)
+    correction_R, found = correct(samples, signals, train=train, custom=task.hooks.correction)
+    metrics |= found
+
+    arrays_R = {"advantages": advantages_R, "proximal": state.proximal}
+    if train.use_kl_loss:
+        arrays_R["reference"] = signals.need("reference")
+    if correction_R is not None:
+        arrays_R["correction"] = correction_R
+    objective = PolicyObjective(train, teacher, task.hooks.loss)
+    if objective.distils:
+        arrays_R |= {
+            "top_ids": signals.need("top_ids"),
+            "top_logprobs": signals.need("top_logprobs"),
+        }
 
     def loss(batch: MicroBatch, logits_bSV: torch.Tensor) -> Any:
-        total, report = policy_loss(batch, *predict(engine, batch, logits_bSV), train=train)
+        top_NK = predict_top(engine, batch, logits_bSV) if objective.distils else None
+        logprobs_N, entropy_N = predict(engine, batch, logits_bSV)
+        total, report = objective.loss(batch, logprobs_N, entropy_N, top_NK)
         return total, count(batch.denominator, logits_bSV), report
 
-    for number, microbatches in enumerate(steps):
-        if number < state.num_steps:
-            continue
+    updates = _Updates(engine, task, train, objective.sums, loss, train.check_first_ratio)
+    return metrics | updates.run(state, arrays_R).summarize("train/")
+
+
+def train_critic(
+    engine: Engine, task: Task, *, critic: Critic, returns_R: torch.Tensor
+) -> dict[str, float]:
+    """Update the critic towards `returns_R`; returns metrics under `train/critic-…`.
+
+    The values before the update are `task.signals.values`. Raises NumericsError as `train_policy`.
+    """
+    values_R = task.signals.need("values")
+    state = task.resumed or StepState(proximal=values_R)
+    objective = CriticObjective(critic)
+
+    def loss(batch: MicroBatch, out_bS1: torch.Tensor) -> Any:
+        total, report = objective.loss(batch, predict_values(batch, out_bS1))
+        return total, count(batch.denominator, out_bS1), report
+
+    arrays_R = {"values": state.proximal, "returns": returns_R}
+    updates = _Updates(engine, task, critic, objective.sums, loss, FIRST_VALUE_TOLERANCE)
+    return updates.run(state, arrays_R).summarize("train/critic-")
+
+
+#: Largest |value - value before the update| accepted before the critic's first step.
+FIRST_VALUE_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class _Updates:
+    """The optimizer steps of an iteration: epochs of global batches of micro-batches."""
+
+    engine: Engine
+    task: Task
+    role: Update
+    sums: tuple[str, ...]
+    loss: Callable[[MicroBatch, torch.Tensor], Any]
+    first_limit: float
+
+    def run(self, state: StepState, arrays_R: dict[str, torch.Tensor]) -> _Done:
+        """Take the steps that `state` has not; each is reported in it."""
+        weights_R = loss_weights(self.task.samples, role=self.role, custom=self.task.hooks.reducer)
+        number = 0
+        for epoch in range(self.role.epochs):
+            order = epoch_order(self.task.samples, seed=self.task.seed, epoch=epoch)
+            steps = own_share(
+                self.engine,
+                self.task.samples,
+                arrays_R=arrays_R,
+                weights_R=weights_R,
+                order=order,
+                **batch_sizes(self.role, self.task.samples),
+            )
+            for microbatches in steps:
+                if number >= state.num_steps:
+                    state.reports.append(self._step(microbatches, is_first=number == 0))
+                    self.task.after_step(state, len(steps) * self.role.epochs)
+                number += 1
+        return _Done(state.reports, self.sums)
+
+    def _step(self, microbatches: list[MicroBatch], *, is_first: bool) -> dict[str, float]:
+        engine = self.engine
         engine.model.zero_grad_buffer()
         engine.optimizer.zero_grad()
-        parts = run_microbatches(engine.model, microbatches, loss)
-        report = _reduce_report(parts, microbatches)
+        parts = run_microbatches(engine.model, microbatches, self.loss)
+        report = _reduce_report(parts, microbatches, self.sums)
         where = f"optimizer step {engine.optimizer_steps + 1}"
-        _check_finite(report["loss"], what="the loss", where=where)
-        if number == 0:
-            _check_first_ratio(report["ratio_max"], limit=train.check_first_ratio, where=where)
+        _check_finite(report[self.sums[0]], what="the loss", where=where)
+        if is_first:
+            _check_first_ratio(report["ratio_max"], limit=self.first_limit, where=where)
 
         # Megatron steps on a gradient that is not finite unless it scales the loss (fp16).
         engine.optimizer.prepare_grads()
@@ -99,47 +226,127 @@ def train_rollout(
         _, report["grad_norm"], _ = engine.optimizer.step()
         engine.scheduler.step(increment=1)
         engine.optimizer_steps += 1
-        state.reports.append(report)
-        after_step(state, len(steps))
-    return _summarize(state.reports, gap)
+        return report
 
 
-def _hand_out(state: StepState, microbatches: list[MicroBatch]) -> None:
-    """Give each micro-batch its log-probabilities from before the first step."""
-    if not parallel_state.is_pipeline_last_stage():
-        return
-    for batch, logprobs_N in zip(microbatches, state.proximal, strict=True):
-        batch.proximal_N = logprobs_N.to(batch.tokens_bS.device)
-    for batch, logprobs_N in zip(microbatches, state.references, strict=bool(state.references)):
-        batch.reference_N = logprobs_N.to(batch.tokens_bS.device)
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """The reports of all steps."""
+
+    reports: list[dict[str, float]]
+    sums: tuple[str, ...]
+
+    def summarize(self, prefix: str) -> dict[str, float]:
+        """Metrics of the iteration: means over its optimizer steps, the last rate."""
+        reports = self.reports
+        out = {
+            f"{prefix}{name}": sum(report[name] for report in reports) / len(reports)
+            for name in (*self.sums, "grad_norm")
+        }
+        out[f"{prefix}first_ratio_diff_max"] = reports[0]["ratio_max"]
+        out[f"{prefix}lr"] = reports[-1]["lr"]
+        out[f"{prefix}num_optimizer_steps"] = float(len(reports))
+        return out
 
 
-def _reduce_report(parts: list[Any], microbatches: list[MicroBatch]) -> dict[str, float]:
-    """One report of all ranks; `SUMS` as means over the step's denominator."""
+def batch_sizes(role: Update, samples: Samples) -> dict[str, Any]:
+    """How `own_share` cuts an epoch of these samples."""
+    size = role.global_batch_size
+    if size is None:
+        num = len(conversation_sizes(samples))
+        size = -(-num // (role.minibatches or 1))
+    return {
+        "global_batch_size": size,
+        "micro_batch_size": role.micro_batch_size,
+        "max_tokens": role.max_tokens_per_gpu,
+    }
+
+
+def epoch_order(samples: Samples, *, seed: int, epoch: int) -> Sequence[int] | None:
+    """The conversations' order in an epoch: the rollout's in the first, then drawn by the seed."""
+    if epoch == 0:
+        return None
+    generator = np.random.Generator(np.random.Philox(derive_seed(seed, "epoch", epoch)))
+    order: list[int] = generator.permutation(len(conversation_sizes(samples))).tolist()
+    return order
+
+
+def whole_rollout(
+    samples: Samples, passes: list[MicroBatch], values: list[torch.Tensor]
+) -> torch.Tensor:
+    """What the micro-batches of all ranks gave for their trained tokens, as float32[R], on the CPU
+    of every rank; 0 where masked.
+
+    values: of this rank's `passes`, which hold the array `index`; empty but on the last pipeline
+    rank. Each token is counted by one rank, so that the sum is exact.
+    """
+    whole_R = torch.zeros(len(samples.loss_mask), device=torch.cuda.current_device())
+    if values and reports_here():
+        for batch, values_N in zip(passes, values, strict=True):
+            whole_R[batch.arrays["index"]] = values_N
+    dist.all_reduce(whole_R)
+    return whole_R.cpu()
+
+
+def plan_passes(engine: Engine, samples: Samples, *, role: Update) -> list[MicroBatch]:
+    """This rank's micro-batches of the whole rollout for passes without gradient: the same as the
+    first epoch's, so that the first ratio is exactly 1."""
+    index_R = torch.arange(len(samples.loss_mask))
+    steps = own_share(engine, samples, arrays_R={"index": index_R}, **batch_sizes(role, samples))
+    return [batch for microbatches in steps for batch in microbatches]
+
+
+def _look_before(
+    engine: Engine, task: Task, *, role: Update, reference: Reference | None
+) -> StepState:
+    """Log-probabilities from before the first step, of the policy and of the reference."""
+    passes = plan_passes(engine, task.samples, role=role)
+    whole = partial(whole_rollout, task.samples, passes)
+    budget = role.log_probs_max_tokens_per_gpu
+    proximal_R = whole(policy_logprobs(engine, passes, max_tokens=budget))
+    known_R = task.signals.reference
+    if known_R is None and reference is not None:
+        known_R = whole(reference(passes))
+    return StepState(proximal_R, known_R)
+
+
+def _check_first_kl(task: Task, signals: Signals, *, train: Train) -> dict[str, float]:
+    """The KL to the reference before the update; in iteration 0 it is 0 if that is the policy.
+
+    task.is_first: whether the reference is the policy that is trained now.
+    """
+    if signals.reference is None or signals.proximal is None:
+        return {}
+    mask_R = torch.from_numpy(task.samples.loss_mask) != 0
+    away_R = (signals.proximal - signals.reference)[mask_R].double()
+    kl = float(away_R.mean()) if len(away_R) else 0.0
+    if task.is_first and not abs(kl) <= train.check_first_kl:
+        raise NumericsError(
+            f"before the first optimizer step the policy's KL to the reference is {kl:.3g}, but "
+            f"they are the same model; train.check_first_kl allows {train.check_first_kl:.3g}",
+            hint="the reference was loaded wrongly, or computes in another precision",
+        )
+    return {"train/first_kl": kl}
+
+
+def _reduce_report(
+    parts: list[Any], microbatches: list[MicroBatch], names: tuple[str, ...]
+) -> dict[str, float]:
+    """One report of all ranks; sums as means over the step's denominator."""
     device = torch.cuda.current_device()
-    sums = torch.zeros(len(SUMS) + 1, dtype=torch.float64, device=device)
+    sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=device)
     ratio = torch.zeros((), dtype=torch.float32, device=device)
-    # Tensor ranks report the same numbers, and only the last pipeline rank has any.
-    if parts and parallel_state.get_tensor_model_parallel_rank() == 0:
+    if parts and reports_here():
         sums[:-1] = torch.stack([part["sums"] for part in parts]).double().sum(0)
         sums[-1] = sum(batch.denominator for batch in microbatches)
         ratio = torch.stack([part["ratio"] for part in parts]).amax()
     dist.all_reduce(sums)
     dist.all_reduce(ratio, op=dist.ReduceOp.MAX)
     denominator = max(float(sums[-1]), 1.0)
-    report = {name: float(value) / denominator for name, value in zip(SUMS, sums[:-1], strict=True)}
+    report = {
+        name: float(value) / denominator for name, value in zip(names, sums[:-1], strict=True)
+    }
     return report | {"ratio_max": float(ratio)}
-
-
-def _summarize(reports: list[dict[str, float]], gap: Gap | None) -> dict[str, float]:
-    """Metrics of the iteration: means over its optimizer steps, the gap, the last rate."""
-    out = {} if gap is None else gap.metrics()
-    for name in (*SUMS, "grad_norm"):
-        out[f"train/{name}"] = sum(report[name] for report in reports) / len(reports)
-    out["train/first_ratio_diff_max"] = reports[0]["ratio_max"]
-    out["train/lr"] = reports[-1]["lr"]
-    out["train/num_optimizer_steps"] = float(len(reports))
-    return out
 
 
 def _check_finite(value: Any, *, what: str, where: str) -> None:

@@ -3,10 +3,11 @@
     Trainer.build(...)           ranks meet, model and optimizer are made
       .load_weights(folder)      iteration 0: from Hugging Face files
       .load_checkpoint(folder)   later: from the previous iteration's checkpoint
-      .step(samples)             one iteration of training
+      .step(work)                one iteration of training; of a critic `values`, then `step_critic`
       .save(attempt_dir)         checkpoint/ and weights/, with their digests
       .close()
 
+It trains a role: the policy (`train`) or the `critic`, each by its own section of the settings.
 `step` and `save` may follow each other as often as one likes without a load in between: the
 bytes are the same as if each iteration had been a process of its own. For that the trainer
 has its own random state, threads and determinism flags, in place only while it works.
@@ -17,8 +18,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import shutil
-import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -27,13 +26,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slurm_rl.config.derive import num_ranks
+from slurm_rl.config.roles import num_ranks, role_megatron, updating_roles
 from slurm_rl.config.schema import Settings
-from slurm_rl.errors import CorruptError, ModelError, SpaceError
+from slurm_rl.config.train_schema import Critic
+from slurm_rl.errors import CorruptError
 from slurm_rl.seeds import derive_seed
 from slurm_rl.storage.durable import list_files
-from slurm_rl.train import checkpoint, cpu, distributed, rng
+from slurm_rl.train import checkpoint, distributed, rng
 from slurm_rl.train.batch import MicroBatch, Samples, check_samples
+from slurm_rl.train.chunks import model_chunks
 from slurm_rl.train.distributed import World
 from slurm_rl.train.export import export_weights, read_companions
 from slurm_rl.train.forward import Engine, policy_logprobs
@@ -42,16 +43,29 @@ from slurm_rl.train.loading import load_weights
 from slurm_rl.train.model import build_model, model_config, wrap_model
 from slurm_rl.train.optimizer import build_optimizer, build_scheduler, current_lr
 from slurm_rl.train.options import MegatronOptions, split_megatron
+from slurm_rl.train.others import other_logprobs
 from slurm_rl.train.partial import Partial, StepState, delete_partials, read_state, save_state
 from slurm_rl.train.probe import measure_probe
+from slurm_rl.train.scopes import (
+    deterministic_scope,
+    explaining_a_full_disk,
+    megatron_scope,
+)
 from slurm_rl.train.sealing import seal_shares
-from slurm_rl.train.step import train_rollout
+from slurm_rl.train.step import (
+    Task,
+    Work,
+    plan_passes,
+    train_critic,
+    train_policy,
+    whole_rollout,
+)
+from slurm_rl.train.values import critic_values
+from slurm_rl.train.weighting import counts_tokens
 from slurm_rl.train.weights import WeightsLayout, read_layout
 from slurm_rl.types import FileEntry
 
 CHECKPOINT_DIR = "checkpoint"
-#: Less than this left after a failed write: that was the reason.
-_FULL_BYTES = 1 << 20
 WEIGHTS_DIR = "weights"
 
 
@@ -62,6 +76,7 @@ class Trainer:
         self,
         *,
         settings: Settings,
+        kind: str,
         world: World,
         geometry: Geometry,
         options: MegatronOptions,
@@ -70,6 +85,8 @@ class Trainer:
     ) -> None:
         """Made by `build`. `model` is this rank's part, zeros until something is loaded."""
         self.settings = settings
+        self.kind = kind
+        self.role = updating_roles(settings)[kind]
         self.world = world
         self.geometry = geometry
         self.options = options
@@ -81,38 +98,44 @@ class Trainer:
         self._layout = layout
         self._companions = companions
         self._config = model_config(geometry, options, deterministic=settings.deterministic)
-        self._rng = rng.seeded_state(derive_seed(settings.seed, "train"))
+        self._rng = rng.seeded_state(derive_seed(settings.seed, kind))
         self.model = build_model(geometry, self._config)
         wrapped = wrap_model(self.model, options)
         optimizer = build_optimizer(wrapped, options)
         self._engine = Engine(
             model=wrapped,
             optimizer=optimizer,
-            scheduler=build_scheduler(optimizer, settings.train, options),
+            scheduler=build_scheduler(optimizer, self.role, options),
             vocab_size=geometry.vocab_size,
             temperature=settings.rollout.rollout_temperature,
-            per_token=options.per_token,
+            per_token=counts_tokens(self.role),
         )
 
     @classmethod
-    def build(cls, settings: Settings, *, attempt_dir: Path, weights_dir: Path) -> Trainer:
+    def build(
+        cls, settings: Settings, *, attempt_dir: Path, weights_dir: Path, kind: str = "train"
+    ) -> Trainer:
         """Meet the other ranks and make the model that `weights_dir/config.json` describes.
+
+        kind: the role, `train` or `critic`.
 
         Raises ConfigError (layout, ranks, schedule) or ModelError (family, files).
         """
         geometry, layout = read_geometry(weights_dir), read_layout(weights_dir)
-        options = split_megatron(settings.train.megatron)
-        world = distributed.read_world(os.environ, expected=num_ranks(settings))
+        options = split_megatron(role_megatron(settings, kind))
+        world = distributed.read_world(os.environ, expected=num_ranks(settings, kind))
         if settings.deterministic:
             # cuBLAS reads it when CUDA starts; NCCL when the first group is made.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             os.environ.setdefault("NCCL_ALGO", "Ring")
-        sizes = {"tp_size": options.tp_size, "pp_size": options.pp_size}
-        with _megatron():
-            distributed.join(world, attempt_dir=attempt_dir, settings=settings, **sizes)
+        with megatron_scope():
+            distributed.join(
+                world, attempt_dir=attempt_dir, settings=settings, layout=options.layout
+            )
             try:
                 return cls(
                     settings=settings,
+                    kind=kind,
                     world=world,
                     geometry=geometry,
                     options=options,
@@ -136,13 +159,13 @@ class Trainer:
 
     def load_weights(self, folder: Path) -> None:
         """Start at iteration 0 from a Hugging Face directory of this geometry."""
-        with _megatron():
+        with megatron_scope():
             load_weights(self.model, geometry=self.geometry, folder=folder, layout=self._layout)
             self._engine.optimizer.reload_model_params()
 
     def load_checkpoint(self, folder: Path) -> None:
         """Continue from `folder` (a `checkpoint/`); CorruptError if its counters disagree."""
-        with _megatron():
+        with megatron_scope():
             found = checkpoint.load(
                 folder,
                 model=self.model,
@@ -164,7 +187,7 @@ class Trainer:
         """Continue in the middle of an iteration; False, with nothing changed, if any rank finds
         its share damaged, or there is none."""
         state = None if found is None else read_state(found, rank=self.world.rank)
-        with _megatron():
+        with megatron_scope():
             whole = [state is not None] * self.world.size
             dist.all_gather_object(whole, state is not None)
         if found is None or not all(whole):
@@ -175,7 +198,7 @@ class Trainer:
 
     def agree_on(self, found: Partial | None) -> Partial | None:
         """Rank 0's choice: another node may see the files later."""
-        with _megatron():
+        with megatron_scope():
             choice = [found]
             dist.broadcast_object_list(choice, src=0)
             return choice[0]
@@ -187,43 +210,87 @@ class Trainer:
 
     def step(
         self,
-        samples: Samples,
+        work: Work,
         *,
         reference_dir: Path | None = None,
-        attempt_dir: Path | None = None,
-        made_from: str = "",
         first_gap: float | None = None,
     ) -> dict[str, float]:
-        """One iteration of training on `samples`; returns metrics (see `step.py`).
+        """One iteration of training the policy; returns metrics (see `step.py`).
 
         reference_dir: Hugging Face weights that the KL is measured against, None if the loss has
-        no such term. attempt_dir: where partial saves of an iteration that was
-        `made_from` these inputs go, if `train.save_steps` asks for them. first_gap: the mean gap
+        no such term, or if a stage has computed the log-probs. first_gap: the mean gap
         of engine and trainer in the run's first iteration (`gap.py`). Raises DataError for
         samples that do not fit the model, and NumericsError before a step that must not be taken;
         then the trainer is of no use.
         """
+        self._check(work.samples)
+        reference = reference_dir and partial(
+            other_logprobs,
+            reference_dir,
+            engine=self._engine,
+            geometry=self.geometry,
+            options=self.options,
+        )
+        with self._at_work():
+            metrics = train_policy(
+                self._engine,
+                self._task(work),
+                train=self.settings.train,
+                teacher=self.settings.teacher,
+                reference=reference or None,
+                first_gap=first_gap,
+            )
+        self._move_on(work.samples)
+        return metrics
+
+    def values(self, samples: Samples) -> torch.Tensor:
+        """A critic's values of the response tokens, float32[R] on every rank; 0 where masked."""
+        self._check(samples)
+        with self._at_work():
+            passes = plan_passes(self._engine, samples, role=self.role)
+            values = critic_values(self._engine, passes)
+            return whole_rollout(samples, passes, values)
+
+    def step_critic(self, work: Work, returns_R: torch.Tensor) -> dict[str, float]:
+        """One iteration of training the critic towards `returns_R`; as `step`."""
+        assert isinstance(self.role, Critic)
+        with self._at_work():
+            metrics = train_critic(
+                self._engine, self._task(work), critic=self.role, returns_R=returns_R
+            )
+        self._move_on(work.samples)
+        return metrics
+
+    def stand_at(self, iteration: int) -> None:
+        """Go on with `iteration`: a checkpoint that was carried forward is of an earlier one."""
+        self.progress = dataclasses.replace(self.progress, iteration=iteration)
+
+    def take_state(self) -> StepState | None:
+        """What a partial save that was loaded holds, as long as no step was taken."""
+        return self._resumed
+
+    def _check(self, samples: Samples) -> None:
         geometry = self.geometry
         check_samples(samples, vocab_size=geometry.vocab_size, max_positions=geometry.max_positions)
 
-        reference = reference_dir and partial(self._reference_logprobs, reference_dir)
+    def _task(self, work: Work) -> Task:
         resumed, self._resumed = self._resumed, None
-        with self._at_work():
-            metrics = train_rollout(
-                self._engine,
-                samples,
-                train=self.settings.train,
-                reference=reference or None,
-                resumed=resumed,
-                after_step=partial(self._keep, attempt_dir, made_from),
-                first_gap=first_gap,
-            )
+        return Task(
+            work.samples,
+            signals=work.signals,
+            hooks=work.hooks,
+            seed=derive_seed(self.settings.seed, self.kind, self.progress.iteration),
+            is_first=work.is_first,
+            resumed=resumed,
+            after_step=partial(self._keep, work.attempt_dir, work.made_from),
+        )
+
+    def _move_on(self, samples: Samples) -> None:
         self.progress = checkpoint.Progress(
             iteration=self.progress.iteration + 1,
             optimizer_steps=self._engine.optimizer_steps,
             num_samples_trained=self.progress.num_samples_trained + len(samples.rewards),
         )
-        return metrics
 
     def probe(self) -> dict[str, Any]:
         """Log-probabilities of a fixed text now (`probe.py`); every rank calls it."""
@@ -237,7 +304,7 @@ class Trainer:
         return everything is fsynced; a crash midway leaves files that nothing names yet.
         Raises SpaceError if the file system is full.
         """
-        with _explaining_a_full_disk(attempt_dir):
+        with explaining_a_full_disk(attempt_dir):
             with self._at_work():
                 self._write_checkpoint(attempt_dir)
             self.export(attempt_dir / WEIGHTS_DIR)
@@ -267,20 +334,20 @@ class Trainer:
         self, attempt_dir: Path | None, made_from: str, state: StepState, num_steps: int
     ) -> None:
         """After an optimizer step: save what is done, if it is time to and more is to be done."""
-        every = self.settings.train.save_steps
+        every = self.role.save_steps
         due = every is not None and state.num_steps % every == 0
         if attempt_dir is None or not due or state.num_steps == num_steps:
             return
         steps = self._engine.optimizer_steps
         self.progress = dataclasses.replace(self.progress, optimizer_steps=steps)
-        with _explaining_a_full_disk(attempt_dir):
+        with explaining_a_full_disk(attempt_dir):
             self._write_checkpoint(attempt_dir / f"partial-{state.num_steps:04d}")
             world = {"rank": self.world.rank, "num_ranks": self.world.size}
             save_state(attempt_dir, state, made_from=made_from, **world)
 
     def export(self, folder: Path) -> None:
         """Write the weights as a Hugging Face directory; every rank calls it (`export.py`)."""
-        with _megatron():
+        with megatron_scope():
             self._gather_parameters()
             export_weights(
                 folder,
@@ -292,28 +359,14 @@ class Trainer:
 
     def close(self) -> None:
         """Wait for the other ranks and part; the trainer cannot be used afterwards."""
-        with _megatron():
+        with megatron_scope():
             dist.barrier()
             # Circles through autograd's own nodes, which no collector sees: with them the model
             # would stay for the life of the process, and the threads of all its groups.
-            self._engine.model.grad_accs.clear()
+            for chunk in model_chunks(self._engine.model):
+                chunk.grad_accs.clear()
             self._config.grad_scale_func = None
             distributed.leave()
-
-    def _reference_logprobs(
-        self, folder: Path, microbatches: list[MicroBatch]
-    ) -> list[torch.Tensor]:
-        """Under the reference model: built for this, without gradients, and dropped again."""
-        geometry = read_geometry(folder)
-        if (geometry.vocab_size, geometry.family) != (
-            self.geometry.vocab_size,
-            self.geometry.family,
-        ):
-            raise ModelError(f"{folder}: the reference is of another family or vocabulary")
-        config = model_config(geometry, self.options, deterministic=self.settings.deterministic)
-        model = build_model(geometry, config)
-        load_weights(model, geometry=geometry, folder=folder, layout=read_layout(folder))
-        return policy_logprobs(dataclasses.replace(self._engine, model=model), microbatches)
 
     def _gather_parameters(self) -> None:
         # With this overlap Megatron leaves the last update to the next forward pass.
@@ -329,61 +382,19 @@ class Trainer:
             )
             for name in list_files(attempt_dir / folder)
         ]
-        with _megatron():
+        with megatron_scope():
             return seal_shares(attempt_dir, names, rank=self.world.rank, num_ranks=self.world.size)
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
         """The trainer's own random state and, in deterministic mode, threads and kernels."""
-        with _megatron(), contextlib.ExitStack() as undo:
+        with megatron_scope(), contextlib.ExitStack() as undo:
             outside = rng.capture()
             rng.restore(self._rng)
             if self.settings.deterministic:
-                undo.enter_context(_deterministic())
+                undo.enter_context(deterministic_scope())
             try:
                 yield
             finally:
                 self._rng = rng.capture()
                 rng.restore(outside)
-
-
-@contextlib.contextmanager
-def _explaining_a_full_disk(folder: Path) -> Iterator[None]:
-    """torch and safetensors report a full disk as one of a dozen errors; look at the disk."""
-    try:
-        yield
-    except Exception as error:
-        free_bytes = shutil.disk_usage(folder).free
-        if free_bytes < _FULL_BYTES:
-            raise SpaceError(
-                f"{folder}: the checkpoint does not fit: {free_bytes} bytes are left",
-                hint="free space or quota in the run's file system, then `slurm-rl resume`",
-            ) from error
-        raise
-
-
-@contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
-    threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    memory: Any = torch.utils.deterministic
-    fill = memory.fill_uninitialized_memory
-    # One thread: how a sum is split over threads changes its last bits.
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(strict)
-        memory.fill_uninitialized_memory = fill
-
-
-@contextlib.contextmanager
-def _megatron() -> Iterator[None]:
-    """Where Megatron is called: on a CPU with its stand-ins, and without the warnings that
-    torch and Megatron give each other's calls."""
-    with warnings.catch_warnings(), cpu.stand_ins():
-        for package in ("torch", "megatron"):
-            warnings.filterwarnings("ignore", module=rf"{package}(\.|$)")
-        yield

@@ -3,14 +3,16 @@
 Owns: `model.safetensors` or `model.safetensors.index.json` with its files. Everything that
 is wrong with them is one ModelError that names the file. Writing keeps the source's layout
 (which tensor in which file), dtypes and format mark, so that unchanged weights give the same
-bytes (metadata other than `format` is dropped).
+bytes (metadata other than `format` is dropped). Without a source, or in order to have files of
+another size, `plan_layout` cuts one.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,10 @@ from slurm_rl.errors import ModelError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+#: What files are cut at unless somebody says otherwise.
+FILE_SIZE_BYTES = 5_000_000_000
+#: Names of the ways to store weights: never taken along, since they would be stale.
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +44,6 @@ class WeightsLayout:
     shapes: dict[str, tuple[int, ...]]
     headers: dict[str, dict[str, str]]
     index_text: str | None
-
-    def file_of(self, tensor: str) -> str:
-        """Name of the file that holds `tensor`."""
-        return next(name for name, tensors in self.files.items() if tensor in tensors)
 
 
 def read_layout(folder: Path) -> WeightsLayout:
@@ -70,6 +72,37 @@ def read_layout(folder: Path) -> WeightsLayout:
         if missing:
             raise ModelError(f"{index}: its files do not hold {missing[0]}")
     return WeightsLayout(files, dtypes, shapes, headers, text)
+
+
+def plan_layout(
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+    *,
+    file_size_bytes: int = FILE_SIZE_BYTES,
+) -> WeightsLayout:
+    """A layout of tensors in the order given: one file, or several of at most `file_size_bytes`
+    with an index. A tensor that is larger has a file to itself."""
+    sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
+    cut: list[list[str]] = [[]]
+    room = file_size_bytes
+    for name, size in sizes.items():
+        if size > room and cut[-1]:
+            cut.append([])
+            room = file_size_bytes
+        cut[-1].append(name)
+        room -= size
+    names = [SINGLE]
+    if len(cut) > 1:
+        names = [f"model-{i + 1:05d}-of-{len(cut):05d}.safetensors" for i in range(len(cut))]
+    home = {tensor: name for name, members in zip(names, cut, strict=True) for tensor in members}
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": home}
+    return WeightsLayout(
+        files={name: tuple(sorted(members)) for name, members in zip(names, cut, strict=True)},
+        dtypes=dict(dtypes),
+        shapes=dict(shapes),
+        headers={name: {"format": "pt"} for name in names},
+        index_text=json.dumps(index, indent=2, sort_keys=True) + "\n" if len(cut) > 1 else None,
+    )
 
 
 class WeightsReader:
@@ -109,6 +142,15 @@ class WeightsReader:
             opened = safe_open(str(self._folder / name), framework="pt")
             self._open[name] = self._stack.enter_context(opened)
         return self._open[name]
+
+
+def read_companions(folder: Path) -> dict[str, bytes]:
+    """What lies in a Hugging Face directory beside its weights: name -> bytes."""
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.name != INDEX and path.suffix not in _WEIGHT_SUFFIXES
+    }
 
 
 def write_weights(

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rl.chain.graph import Graph, build_graph
-from slurm_rl.config.derive import settings_digest
 from slurm_rl.config.load import load_config
 from slurm_rl.config.schema import Settings
+from slurm_rl.config.shaping import settings_digest
 from slurm_rl.rollout.embedded import EmbeddedEngine
 from slurm_rl.stages.init import run_init
 from slurm_rl.stages.rollout import run_rollout

@@ -49,7 +49,7 @@ def test_it_disturbs_neither_random_state_nor_bytes(tmp_path, made_models, open_
         trainer.model.register_forward_hook(draw)
         entries = []
         for iteration in range(2):
-            trainer.step(trains.made_up_samples(iteration))
+            trainer.step(trains.work(trains.made_up_samples(iteration)))
             for _ in range(num_probes):
                 trainer.probe()
             folder = tmp_path / f"{name}-{iteration}"

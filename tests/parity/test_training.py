@@ -20,7 +20,7 @@ def trained(tmp_path, made_models, open_trainers):
         settings = trains.tiny_settings(tmp_path, **options)
         order = trains.train_order(tmp_path, made_models(settings), "a")
         trainer = open_trainers(order, settings)
-        metrics = trainer.step(samples)
+        metrics = trainer.step(trains.work(samples))
         return metrics, [p.detach().clone() for p in trainer.model.parameters()]
 
     return train
@@ -269,7 +269,7 @@ def test_training_raises_the_probability_of_what_was_rewarded(tmp_path, made_mod
 
     before = mean_logprobs()
     for _ in range(10):
-        trainer.step(samples)
+        trainer.step(trains.work(samples))
     after = mean_logprobs()
     assert after[0] > before[0] + 0.3
     assert after[1] < before[1]
@@ -333,11 +333,11 @@ def test_the_rate_follows_its_own_horizon(tmp_path, made_models, open_trainers):
     order = trains.train_order(tmp_path, made_models(settings), "a")
     trainer = open_trainers(order, settings)
     assert trainer.lr == 0.0  # Megatron's warm-up starts at lr_warmup_init
-    trainer.step(trains.made_up_samples(0, num=4))
+    trainer.step(trains.work(trains.made_up_samples(0, num=4)))
     assert trainer.lr == pytest.approx(1e-3)
-    trainer.step(trains.made_up_samples(0, num=4))
+    trainer.step(trains.work(trains.made_up_samples(0, num=4)))
     assert trainer.lr == pytest.approx(1e-4 + 9e-4 * 2 / 3)
-    trainer.step(trains.made_up_samples(0, num=16))
+    trainer.step(trains.work(trains.made_up_samples(0, num=16)))
     assert trainer.lr == pytest.approx(1e-4)
 
 

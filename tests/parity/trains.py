@@ -266,3 +266,10 @@ def _be_rank(rank: int, num: int, log: Path, plan: dict[str, Any], attempt_dir: 
     trainer.close()
     sys.stdout.flush()
     os._exit(0)
+
+
+def work(samples: SampleBatch) -> Any:
+    """One iteration's work on `samples` alone."""
+    from slurm_rl.train.step import Work
+
+    return Work(samples)

@@ -10,16 +10,11 @@ from collections.abc import Iterator
 
 from slurm_rl.chain.graph import build_graph
 from slurm_rl.chain.view import MAX_EVALS
-from slurm_rl.config.derive import (
-    gpu_count,
-    section_of,
-    stage_signal_s,
-    stage_slurm,
-    stage_time_s,
-)
+from slurm_rl.config.derive import gpu_count, stage_signal_s, stage_slurm, stage_time_s
 from slurm_rl.config.pools import job_kinds
 from slurm_rl.config.problems import format_path
 from slurm_rl.config.schema import Settings
+from slurm_rl.config.stages import section_of
 from slurm_rl.launch.site import Partition, Qos, Site
 from slurm_rl.launch.wall_times import (
     find_too_long,

@@ -53,7 +53,9 @@ from slurm_rl.rollout.sglang.server import (
 )
 from slurm_rl.rollout.sglang.wire import (
     Answer,
+    Scores,
     parse_answer,
+    parse_scores,
     parse_scoring,
     render_request,
     render_scoring,
@@ -164,14 +166,18 @@ class SglangEngine:
 
     async def logprobs(self, tokens: Sequence[int]) -> list[float]:
         """As the least loaded server computes them."""
+        return (await self.scores(tokens)).logprobs
+
+    async def scores(self, tokens: Sequence[int], *, top_num: int = 0) -> Scores:
+        """The same, with the `top_num` likeliest tokens at each place."""
         label = self._serving().label
-        body = orjson.dumps(render_scoring(tokens))
+        body = orjson.dumps(render_scoring(tokens, top_num=top_num))
         async with self._http.session() as session:
             found = await self._ask(
                 session,
                 Ask(1, len(tokens)),
                 body,
-                parse=lambda data: parse_scoring(data, tokens, label=label),
+                parse=lambda data: parse_scores(data, tokens, label=label, top_num=top_num),
                 is_cut=lambda: False,
             )
         assert found is not None

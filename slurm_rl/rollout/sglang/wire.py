@@ -71,9 +71,20 @@ def render_request(request: Request, sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def render_scoring(tokens: Sequence[int]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of `tokens[1:]` of a text, each given those before it, at temperature 1: log-probs, and of
+    the likeliest tokens at each place the ids and log-probs, likeliest first (if asked for)."""
+
+    logprobs: list[float]
+    top_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+
+
+def render_scoring(tokens: Sequence[int], *, top_num: int = 0) -> dict[str, Any]:
     """The body of `/generate` that asks for the log-probs of `tokens` and generates nothing."""
     return {
+        **({"top_logprobs_num": top_num} if top_num else {}),
         "input_ids": list(tokens),
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
         "return_logprob": True,
@@ -170,6 +181,13 @@ def _split(triples: Sequence[Sequence[Any]]) -> tuple[tuple[int, ...], tuple[flo
 
 def parse_scoring(data: bytes, tokens: Sequence[int], *, label: str) -> list[float]:
     """The log-probs of `tokens[1:]` in an answer to `render_scoring`. EngineError as above."""
+    return parse_scores(data, tokens, label=label).logprobs
+
+
+def parse_scores(
+    data: bytes, tokens: Sequence[int], *, label: str, top_num: int = 0
+) -> Scores:
+    """All of an answer to `render_scoring`. EngineError as above."""
     answer = parse_json(data)
     try:
         meta = answer["meta_info"]
@@ -177,10 +195,15 @@ def parse_scoring(data: bytes, tokens: Sequence[int], *, label: str) -> list[flo
         if served != label:
             raise EngineError(f"SGLang answered with the weights {served}, not {label}")
         scored, logprobs = _split(meta["input_token_logprobs"][1:])
+        places = meta["input_top_logprobs"][1:] if top_num else []
+        tops = [_split(place) for place in places]
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise EngineError(f"SGLang did not score a text: {str(answer)[:300]}") from error
     if scored != tuple(tokens[1:]):
         raise EngineError(
             f"SGLang scored other tokens than it was asked for: {len(scored)} of {len(tokens) - 1}"
         )
-    return list(logprobs)
+    if top_num and {len(ids) for ids, _ in tops} != {top_num}:
+        raise EngineError(f"SGLang gave other than {top_num} likeliest tokens at a place")
+    ids, of_ids = [list(top[0]) for top in tops], [list(top[1]) for top in tops]
+    return Scores(list(logprobs), ids, of_ids)

@@ -9,21 +9,20 @@ from hypothesis import strategies as st
 
 from slurm_rl.config.derive import (
     gpu_count,
-    needs_score,
     num_gpus,
-    num_ranks,
     parse_wall_time,
-    settings_digest,
     stage_container,
     stage_env,
     stage_fallback,
-    stage_kinds,
     stage_python,
     stage_signal_s,
     stage_slurm,
     stage_time_s,
 )
+from slurm_rl.config.roles import num_ranks
 from slurm_rl.config.schema import Settings
+from slurm_rl.config.shaping import settings_digest
+from slurm_rl.config.stages import needs_score, stage_kinds
 
 Load = Callable[..., Settings]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from slurm_rl.config.derive import stage_ranks
 from slurm_rl.config.engine_checks import gpus_per_server
+from slurm_rl.config.roles import stage_ranks
 from slurm_rl.config.schema import Settings
 
 Load = Callable[..., Settings]

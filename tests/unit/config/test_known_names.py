@@ -16,7 +16,11 @@ PATHS = {".".join(map(str, path)) for path in schema_paths()}
 
 
 def is_setting(path: str) -> bool:
-    for at, table in (("train.megatron.", MEGATRON), ("rollout.sglang.", SGLANG)):
+    for at, table in (
+        ("train.megatron.", MEGATRON),
+        ("critic.megatron.", MEGATRON),
+        ("rollout.sglang.", SGLANG),
+    ):
         if path.startswith(at):
             name = path.removeprefix(at)
             return name in table.entries and table.owner(name) is None
@@ -73,12 +77,29 @@ def test_a_name_from_elsewhere_is_shown_its_place(
     assert line.partition(" is not a setting; ")[2].startswith(fix)
 
 
+CHOICES = {
+    "kl_loss_type": ("k1", "k2", "k3", "low_var_kl"),
+    "policy_loss": ("ppo", "gspo", "cispo", "pg"),
+    "advantage_estimator": (
+        "grpo",
+        "rloo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "gae",
+    ),
+    "loss_aggregation": ("sequence", "token", "group", "constant"),
+}
+
+
 @pytest.mark.parametrize(("value", "here"), VALUES.items())
 def test_a_value_from_elsewhere_too(complaints: Complaints, value: str, here: str) -> None:
-    (line,) = complaints(train__kl_loss_type=value)
-    assert line.endswith(f"must be one of k1, k2, k3; did you mean {here}?")
+    fields = [name for name, choices in CHOICES.items() if here in choices and value not in choices]
+    assert fields
+    for name in fields:
+        (line,) = complaints(**{f"train__{name}": value})
+        assert line.endswith(f"must be one of {', '.join(CHOICES[name])}; did you mean {here}?")
     (line,) = complaints(launcher=value)
-    assert "did you mean k" not in line
+    assert f"did you mean {here}" not in line
 
 
 @pytest.mark.parametrize("place", ["", "rollout__", "train__", "eval__a__"])

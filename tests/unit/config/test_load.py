@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from slurm_rl.config.derive import settings_digest
 from slurm_rl.config.load import load_config, load_settings
 from slurm_rl.config.schema import Settings
+from slurm_rl.config.shaping import settings_digest
 from slurm_rl.errors import ConfigError
 
 Write = Callable[..., Path]

@@ -149,3 +149,27 @@ def test_a_served_model_s_weights_may_be_of_the_old_form(
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     (line,) = lines(load(hf_checkpoint=str(folder)))
     assert line.startswith(f'hf_checkpoint = "{folder}" has no *.safetensors; download')
+
+
+ASKING: dict[str, dict[str, Any]] = {
+    "critic": {"train__advantage_estimator": "gae", "critic__megatron": {"lr": 1e-6}},
+    "reference": {"train__use_kl_loss": True, "train__kl_loss_coef": 0.1},
+    "teacher": {},
+}
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_the_models_beside_the_policy_must_be_there(load: Load, folder: Path, name: str) -> None:
+    own = ASKING[name] | {f"{name}__hf_checkpoint": str(folder / "other")}
+    own["rollout__rollout_max_response_len"] = 32
+
+    def said() -> list[str]:
+        return lines(load(hf_checkpoint=str(folder), **own))
+
+    at = f'{name}.hf_checkpoint = "{folder / "other"}" '
+    assert said() == [f"{at}is not a directory; download the model there, or mend the path"]
+    (folder / "other").mkdir()
+    assert [line.startswith(f"{at}has no ") for line in said()] == [True, True]
+    for file in ("config.json", "model.safetensors"):
+        (folder / "other" / file).touch()
+    assert said() == []

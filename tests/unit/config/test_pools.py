@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 from slurm_rl.chain.graph import build_graph
 from slurm_rl.config.changes import check_changes
 from slurm_rl.config.checks import check_settings
-from slurm_rl.config.derive import (
-    num_gpus,
-    settings_digest,
-    stage_fallback,
-    stage_slurm,
-    stage_time_s,
-)
+from slurm_rl.config.derive import num_gpus, stage_fallback, stage_slurm, stage_time_s
 from slurm_rl.config.pools import (
     job_kind,
     job_kinds,
@@ -27,6 +21,7 @@ from slurm_rl.config.pools import (
     settings_of_shard,
 )
 from slurm_rl.config.schema import Settings
+from slurm_rl.config.shaping import settings_digest
 from slurm_rl.errors import ConfigError
 from slurm_rl.launch.build import make_spec
 from slurm_rl.launch.shape import fits

@@ -17,11 +17,11 @@ from slurm_rl.train.batch import (
     plan_steps,
     rollout_weights,
 )
-from slurm_rl.train.returns import sample_advantages, spread
+from slurm_rl.train.packing import Budget
+from slurm_rl.train.returns import spread
 
 
-@pytest.fixture
-def samples():
+def three_samples():
     """Prompts [1 2], [3], [4 5 6]; responses [10 11], [12 13 14], [15]; 13 is masked."""
     return SampleBatch(
         tokens=np.array([1, 2, 10, 11, 3, 12, 13, 14, 4, 5, 6, 15], np.int32),
@@ -37,6 +37,11 @@ def samples():
         weights_version=np.zeros(3, np.int32),
         truncated=np.zeros(3, np.uint8),
     )
+
+
+@pytest.fixture
+def samples():
+    return three_samples()
 
 
 def pack(samples, members, **options):
@@ -152,24 +157,9 @@ def test_a_step_takes_whole_conversations(samples):
     assert plan == [[[[0, 1]], [[2]]], [[[3, 4]], [[5, 6]]]]
 
 
-def test_a_conversation_counts_once_in_its_groups_statistics(samples):
-    """Rewards 4 (of a conversation of two), 1, 1 in a group: mean 2, not 2.5."""
-    four = dataclasses.replace(
-        samples,
-        rewards=np.array([4.0, 4.0, 1.0, 1.0], np.float32),
-        group_index=np.zeros(4, np.int64),
-        rollout_index=np.array([0, 0, 1, 2], np.int64),
-    )
-    assert sample_advantages(four, divide_by_std=False).tolist() == [2.0, 2.0, -1.0, -1.0]
-    scaled = sample_advantages(four, divide_by_std=True)
-    assert torch.allclose(scaled, torch.tensor([2.0, 2.0, -1.0, -1.0]) / 3**0.5, atol=1e-5)
-
-
-def test_a_sample_that_is_not_trained_on_counts_in_its_group(samples):
-    """Its reward moves the others' advantages; its own tokens have no place in the batch."""
+def test_a_sample_that_is_not_trained_on_is_in_no_target(samples):
+    """Its own tokens have no place in the batch."""
     masked = dataclasses.replace(samples, loss_mask=np.array([0, 0, 1, 1, 1, 1], np.uint8))
-    advantages = sample_advantages(masked, divide_by_std=False)
-    assert advantages.tolist() == [0.5, -0.5, 0.0]
     batch = pack(masked, [0, 1])
     assert batch.targets_N.tolist() == [12, 13, 14] and batch.denominator == 2
 
@@ -201,3 +191,85 @@ def test_tokens_of_earlier_weights_are_marked(samples):
         weights_version=np.full(3, 3, np.int32),
     )
     assert pack(carried, [0, 1, 2]).served_N.tolist() == [False, True, True, False, True]
+
+
+def test_packed_samples_lie_end_to_end(samples):
+    batch = pack(samples, [0, 1, 2], sequence_multiple=1)
+    assert batch.tokens_bS.tolist() == [[1, 2, 10, 11, 3, 12, 13, 14, 4, 5, 6, 15]]
+    assert batch.lengths == (4, 4, 4) and batch.num_sequences == 3
+    assert batch.position_N.tolist() == [1, 2, 4, 6, 10]
+    assert batch.sequence_N.tolist() == [0, 0, 1, 1, 2]
+
+
+def test_packed_samples_and_the_row_are_padded_to_multiples(samples):
+    batch = pack(samples, [0, 1], sequence_multiple=3, length_multiple=4)
+    assert batch.lengths == (6, 6)
+    assert batch.tokens_bS.tolist() == [[1, 2, 10, 11, 0, 0, 3, 12, 13, 14, 0, 0]]
+    longer = pack(samples, [0], sequence_multiple=3, length_multiple=4)
+    assert longer.lengths == (12,) and longer.tokens_bS.shape == (1, 12)
+    assert pack(samples, [], sequence_multiple=2, length_multiple=4).lengths == (4,)
+
+
+@given(
+    members=st.permutations(range(3)),
+    length=st.integers(1, 5),
+    sequence=st.integers(1, 5),
+    per_token=st.booleans(),
+)
+def test_packed_or_padded_every_trained_token_has_the_same_values(
+    members, length, sequence, per_token
+):
+    made = three_samples()
+    padded = pack(made, members, length_multiple=length, per_token=per_token)
+    packed = pack(
+        made, members, length_multiple=length, sequence_multiple=sequence, per_token=per_token
+    )
+    for name in ("targets_N", "sequence_N", "weights_N", "rollout_N", "served_N"):
+        assert torch.equal(getattr(padded, name), getattr(packed, name)), name
+    assert torch.equal(padded.arrays["advantages"], packed.arrays["advantages"])
+    assert padded.denominator == packed.denominator
+    for batch in (padded, packed):
+        flat = batch.tokens_bS.flatten()
+        assert flat[batch.position_N + 1].tolist() == batch.targets_N.tolist()
+    assert sum(packed.lengths) == packed.tokens_bS.shape[1]
+    assert packed.tokens_bS.shape[1] % length == 0
+    assert all(own % sequence == 0 for own in packed.lengths)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 3), min_size=1, max_size=20),
+    step=st.integers(1, 8),
+    dp=st.integers(1, 4),
+    budget=st.integers(1, 60),
+    seed=st.integers(0, 99),
+)
+def test_no_sample_is_lost_or_doubled_however_it_is_packed(sizes, step, dp, budget, seed):
+    g = np.random.default_rng(seed)
+    lengths = g.integers(1, 40, sum(sizes)).tolist()
+    order = g.permutation(len(sizes)).tolist()
+    plan = plan_steps(
+        sizes,
+        global_batch_size=step,
+        micro_batch_size=1,
+        dp_size=dp,
+        order=order,
+        lengths=lengths,
+        budget=Budget(max_tokens=budget),
+    )
+    flat = [i for ranks in plan for batches in ranks for batch in batches for i in batch]
+    assert sorted(flat) == list(range(sum(sizes)))
+    assert len(plan) == -(-len(sizes) // step)
+    owner = [u for u, size in enumerate(sizes) for _ in range(size)]
+    for number, ranks in enumerate(plan):
+        assert len(ranks) == dp and all(batches for batches in ranks)
+        members = {owner[i] for batches in ranks for batch in batches for i in batch}
+        assert members == set(order[number * step : (number + 1) * step])
+        for batch in (batch for batches in ranks for batch in batches):
+            assert len(batch) <= 1 or sum(lengths[i] for i in batch) <= budget
+
+
+def test_an_order_of_conversations_is_kept():
+    plan = plan_steps(
+        [2, 1, 3], global_batch_size=2, micro_batch_size=9, dp_size=1, order=[2, 0, 1]
+    )
+    assert plan == [[[[3, 4, 5, 0, 1]]], [[[2]]]]

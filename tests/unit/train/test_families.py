@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_rl.errors import ConfigError, ModelError
+from slurm_rl.train import families
 from slurm_rl.train.families import (
     check_layout,
     check_tensors,
@@ -16,22 +17,29 @@ from slurm_rl.train.families import (
     read_shard,
 )
 from slurm_rl.train.geometry import parse_model_config
-from slurm_rl.train.weights import WeightsLayout
+from slurm_rl.train.weights import WeightsLayout, read_layout
+
+CONFIG = {
+    "hidden_size": 12,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "vocab_size": 70,
+}
 
 
-def geometry_of(family="llama", *, tied=False, heads=4, groups=2, head_dim=4, vocab=70):
-    config = {
+def geometry_of(family="llama", *, tied=False, heads=4, groups=2, head_dim=4, vocab=70, **others):
+    shape = {
         "model_type": family,
-        "hidden_size": 12,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
         "head_dim": head_dim,
         "vocab_size": vocab,
         "tie_word_embeddings": tied,
     }
-    return parse_model_config(config, where="x")
+    return parse_model_config(CONFIG | shape | others, where="x")
 
 
 def hf_shapes(g):
@@ -58,6 +66,44 @@ def hf_shapes(g):
             layer |= {f"self_attn.{x}_norm.weight": (g.head_dim,) for x in "qk"}
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     return shapes
+
+
+#: What the other families' configs have besides; every width is divided by 4 tensor ranks.
+OTHERS = {
+    "qwen2_moe": {
+        "num_experts": 3,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 16,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 8, "decoder_sparse_step": 2},
+    "mixtral": {"num_local_experts": 3},
+    "glm4": {},
+    "deepseek_v3": {
+        "q_lora_rank": 8,
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 3,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 5,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 8,
+        "first_k_dense_replace": 1,
+    },
+}
+
+
+def transformers_shapes(family, folder):
+    """Names and shapes of what transformers itself saves."""
+    import transformers
+
+    special = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+    config = transformers.AutoConfig.for_model(family, **CONFIG | OTHERS[family] | special)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return read_layout(folder).shapes
 
 
 def numbered(shapes):
@@ -104,6 +150,62 @@ def test_shards_join_to_what_they_were_cut_from(family, tied, tp_size, per_group
         assert torch.equal(joined[name], tensor), name
 
 
+@pytest.mark.parametrize("family", OTHERS)
+def test_every_tensor_that_transformers_saves_is_in_one_rule_and_survives(family, tmp_path):
+    g = geometry_of(family, groups=4, **OTHERS[family])
+    shapes = transformers_shapes(family, tmp_path)
+    assert families.hf_shapes(g) == shapes
+    tensors = numbered(shapes)
+    for tp_size in (1, 2, 4):
+        joined = {}
+        for rule in list_rules(g):
+            shards = [
+                read_shard(rule, reader(tensors), geometry=g, tp_rank=rank, tp_size=tp_size)
+                for rank in range(tp_size)
+            ]
+            assert len({shard.shape for shard in shards}) == 1
+            new = join_shards(rule, shards, geometry=g)
+            assert not new.keys() & joined.keys()
+            joined |= new
+        for name, tensor in tensors.items():
+            assert torch.equal(joined[name], tensor), (name, tp_size)
+
+
+@pytest.mark.parametrize("family", ["llama", *OTHERS])
+def test_every_parameter_has_one_name_in_each_of_megatrons_specs(family):
+    """Experts and layers are numbered from 0 on each rank; no two rules meet there."""
+    rules = list(list_rules(geometry_of(family, groups=4, **OTHERS.get(family, {}))))
+    for spec in (0, -1):
+        names = [rule.local_names(rule.layer, rule.expert)[spec] for rule in rules]
+        assert len(set(names)) == len(names)
+        assert not any("{e}" in name for name in names)
+    rule = next((r for r in rules if r.expert == 2 and "linear_fc1" in r.megatron), None)
+    if rule is not None:
+        assert rule.local_names(5, 0) == (
+            "decoder.layers.5.mlp.experts.local_experts.0.linear_fc1.weight",
+            "decoder.layers.5.mlp.experts.linear_fc1.weight0",
+        )
+
+
+def test_a_critic_has_a_head_and_no_logits():
+    for tied in (False, True):
+        g = geometry_of(
+            tied=tied, architectures=["LlamaForTokenClassification"], id2label={"0": "x"}
+        )
+        assert g.value_head and not g.tied
+        names = set(families.hf_shapes(g))
+        assert {"score.weight", "score.bias"} <= names and "lm_head.weight" not in names
+
+
+def test_gate_and_up_of_one_tensor_are_cut_by_halves():
+    """Rank 1 of 2 has the second half of the gate and of the up projection, not the up's alone."""
+    g = geometry_of("glm4", groups=4)
+    rule = next(r for r in list_rules(g) if "linear_fc1" in r.megatron)
+    tensor = torch.arange(48).reshape(48, 1).expand(48, 12)
+    shard = read_shard(rule, reader({rule.hf[0]: tensor}), geometry=g, tp_rank=1, tp_size=2)
+    assert shard[:, 0].tolist() == [*range(12, 24), *range(36, 48)]
+
+
 def test_queries_keys_and_values_lie_group_by_group():
     g = geometry_of(heads=4, groups=2, head_dim=4)
     tensors = numbered(hf_shapes(g))
@@ -125,18 +227,33 @@ def test_padding_rows_are_zero_and_are_cut_off():
 
 
 @pytest.mark.parametrize(
-    ("tp", "pp", "said"),
-    [(4, 1, "tensor_model_parallel_size = 4.*num_key_value_heads = 2"), (1, 3, "pipeline.*= 2")],
+    ("family", "sizes", "said"),
+    [
+        ("llama", {"tp_size": 4}, "tensor_model_parallel_size = 4.*num_key_value_heads = 2"),
+        ("llama", {"pp_size": 3}, "pipeline_model_parallel_size = 3.*num_hidden_layers = 2"),
+        ("llama", {"pp_size": 2, "num_chunks": 2}, "virtual_pipeline.* = 4 does not"),
+        ("llama", {"ep_size": 2}, "expert_model_parallel_size = 2, but the model has no experts"),
+        ("qwen2_moe", {"ep_size": 2}, "expert_model_parallel_size = 2.*number of experts = 3"),
+        ("mixtral", {"expert_tp_size": 5}, "expert_tensor_parallel_size = 5.*= 24"),
+        ("deepseek_v3", {"tp_size": 16}, "tensor_model_parallel_size = 16"),
+    ],
 )
-def test_a_layout_that_does_not_divide_the_model_is_refused(tp, pp, said):
+def test_a_layout_that_does_not_divide_the_model_is_refused(family, sizes, said):
+    g = geometry_of(family, **OTHERS.get(family, {}))
     with pytest.raises(ConfigError, match=said):
-        check_layout(geometry_of(), tp_size=tp, pp_size=pp)
+        check_layout(g, **{"tp_size": 1, "pp_size": 1} | sizes)
+
+
+def test_latents_must_be_divided_too():
+    g = geometry_of("deepseek_v3", **OTHERS["deepseek_v3"] | {"kv_lora_rank": 13})
+    with pytest.raises(ConfigError, match=r"kv_lora_rank \+ qk_rope_head_dim = 17"):
+        check_layout(g, tp_size=2, pp_size=1)
 
 
 def test_missing_and_foreign_tensors_are_named(tmp_path):
     g = geometry_of(tied=True)
     names = set(hf_shapes(g))
-    layout = WeightsLayout({}, dict.fromkeys(names, torch.float32), {}, {}, None)
+    layout = WeightsLayout({}, dict.fromkeys(names, torch.float32), hf_shapes(g), {}, None)
     check_tensors(g, folder=tmp_path, layout=layout)
 
     def with_names(changed):
@@ -148,3 +265,14 @@ def test_missing_and_foreign_tensors_are_named(tmp_path):
         check_tensors(g, folder=tmp_path, layout=with_names(names - {"model.norm.weight"}))
     with pytest.raises(ModelError, match=r"score.weight is not part of such a model"):
         check_tensors(g, folder=tmp_path, layout=with_names(names | {"score.weight"}))
+
+
+def test_a_tensor_of_another_shape_is_refused_with_both(tmp_path):
+    g = geometry_of()
+    shapes = hf_shapes(g)
+    dtypes = dict.fromkeys(shapes, torch.float32)
+    check_tensors(g, folder=tmp_path, layout=WeightsLayout({}, dtypes, shapes, {}, None))
+    shapes["model.norm.weight"] = (13,)
+    layout = WeightsLayout({}, dtypes, shapes, {}, None)
+    with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \[13\].* it \[12\]"):
+        check_tensors(g, folder=tmp_path, layout=layout)

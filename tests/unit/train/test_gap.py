@@ -1,4 +1,4 @@
-"""The gap between engine and trainer: its percentile from a histogram, and its gates."""
+"""The gap between engine and trainer: which tokens it is of, and its gates."""
 
 import math
 
@@ -7,40 +7,52 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from toy.batches import batch_of
 
-from slurm_rl.config.schema import Train
+from slurm_rl.config.train_schema import Train
 from slurm_rl.errors import NumericsError
 from slurm_rl.train import cpu
 
 with cpu.megatron_imports():
-    from slurm_rl.train.gap import Gap, check_gap, count_bins, percentile
+    from slurm_rl.train.gap import Gap, check_gap, measure_gap
 
-VALUES = st.lists(st.floats(0, 900, allow_subnormal=False), min_size=1, max_size=300)
+DISTANCES = st.lists(st.floats(0, 900, width=32), min_size=1, max_size=300)
 
 
 def limits(**values):
     return Train.model_validate({"global_batch_size": 8, **values})
 
 
-@given(VALUES, st.sampled_from([0.5, 0.9, 0.99, 1.0]))
-def test_a_percentile_of_the_histogram_is_that_of_the_values(values, share):
-    exact = float(np.quantile(values, share, method="inverted_cdf"))
-    found = percentile(count_bins(torch.tensor(values, dtype=torch.float64)), share)
-    assert exact <= found * (1 + 1e-9)
-    assert found <= max(exact * 1.006, 1.01e-8)
+@given(DISTANCES)
+def test_mean_percentile_and_maximum_are_exact(distances):
+    samples = batch_of([len(distances)])
+    gap = measure_gap(samples, torch.from_numpy(samples.rollout_logprobs) - torch.tensor(distances))
+    assert gap is not None and gap.num_tokens == len(distances)
+    away = np.abs(
+        samples.rollout_logprobs
+        - (torch.from_numpy(samples.rollout_logprobs) - torch.tensor(distances)).numpy()
+    ).astype(np.float64)
+    assert gap.mean == pytest.approx(away.mean(), rel=1e-9)
+    assert gap.p99 == np.quantile(away, 0.99, method="inverted_cdf")
+    assert gap.largest == away.max()
 
 
-@given(VALUES, VALUES)
-def test_histograms_of_two_ranks_add_up(some, others):
-    parts = [count_bins(torch.tensor(v, dtype=torch.float64)) for v in (some, others)]
-    whole = count_bins(torch.tensor(some + others, dtype=torch.float64))
-    assert torch.equal(parts[0] + parts[1], whole)
-    assert int(whole.sum()) == len(some) + len(others)
+def test_only_trained_tokens_of_the_served_weights_count():
+    samples = batch_of(
+        [3, 2], loss_mask=[1, 0, 1, 1, 1], token_versions=[4, 4, 3, 4, 4], weights_version=[4, 4]
+    )
+    away = torch.tensor([1.0, 100.0, 100.0, 2.0, 3.0])
+    gap = measure_gap(samples, torch.from_numpy(samples.rollout_logprobs) + away)
+    assert gap is not None
+    assert (gap.num_tokens, gap.mean, gap.largest) == (3, 2.0, 3.0)
+    old = batch_of([2], token_versions=[1, 1], weights_version=[2])
+    assert measure_gap(old, torch.zeros(2)) is None
 
 
-def test_what_is_not_finite_is_in_the_last_bin():
-    counts = count_bins(torch.tensor([math.inf, math.nan, 0.0], dtype=torch.float64))
-    assert counts[-1] == 2 and counts[0] == 1
+def test_what_is_not_a_number_shows():
+    samples = batch_of([2])
+    gap = measure_gap(samples, torch.tensor([math.nan, 0.0]))
+    assert gap is not None and math.isnan(gap.mean)
 
 
 @pytest.mark.parametrize(

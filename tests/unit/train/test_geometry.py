@@ -3,7 +3,12 @@
 import pytest
 
 from slurm_rl.errors import ModelError
-from slurm_rl.train.geometry import parse_model_config, read_geometry
+from slurm_rl.train.geometry import (
+    MODEL_FIELDS,
+    megatron_fields,
+    parse_model_config,
+    read_geometry,
+)
 
 LLAMA = {
     "model_type": "llama",
@@ -63,7 +68,7 @@ def test_llama3_rope_scaling():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "gpt2"}, "gpt2.*supported are llama, qwen2, qwen3"),
+        ({"model_type": "gpt2"}, "gpt2.*supported are deepseek_v3, .*, llama, .*qwen3_moe"),
         ({"model_type": ...}, "None is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'.*only hidden_act = 'silu'"),
         ({"attention_bias": True}, "attention_bias = True"),
@@ -91,3 +96,131 @@ def test_the_padded_vocabulary_is_the_same_for_every_usual_layout():
     geometry = parse()
     assert [geometry.padded_vocab(tp) for tp in (1, 2, 4, 8)] == [128] * 4
     assert geometry.padded_vocab(3) == 192
+
+
+MOE = {"num_hidden_layers": 6, "num_experts": 8, "num_experts_per_tok": 2}
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 5,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 2,
+    "routed_scaling_factor": 1.5,
+    "q_lora_rank": None,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+
+
+def test_layers_without_experts():
+    sparse = parse(model_type="qwen3_moe", decoder_sparse_step=2, mlp_only_layers=[3], **MOE)
+    assert [sparse.is_moe_layer(i) for i in range(6)] == [False, True, False, False, False, True]
+    deepseek = parse(**DEEPSEEK)
+    assert deepseek.moe.dense_layers == (0, 1)
+    assert megatron_fields(deepseek)["moe_layer_freq"] == [0, 0, 1, 1, 1]
+    assert not parse().is_moe_layer(0)
+
+
+def test_what_softmax_router_makes_of_chosen_probabilities():
+    """Megatron's default is a softmax over the chosen logits: those that sum to one."""
+    for norm in (False, True):
+        geometry = parse(model_type="qwen3_moe", norm_topk_prob=norm, **MOE)
+        fields = megatron_fields(geometry)
+        assert fields["moe_router_pre_softmax"] is not norm
+        assert fields["moe_router_score_function"] == "softmax"
+    assert megatron_fields(parse(model_type="mixtral"))["moe_router_pre_softmax"] is False
+
+
+def test_a_deepseek():
+    geometry = parse(**DEEPSEEK, rope_scaling=YARN | {"mscale": 1.0, "mscale_all_dim": 0.7})
+    fields = megatron_fields(geometry)
+    assert (fields["moe_shared_expert_intermediate_size"], fields["q_lora_rank"]) == (64, None)
+    assert (fields["moe_router_num_groups"], fields["moe_router_group_topk"]) == (4, 2)
+    assert (fields["qk_head_dim"], fields["qk_pos_emb_head_dim"]) == (8, 4)
+    assert (fields["rope_type"], fields["rotary_scaling_factor"]) == ("yarn", 40.0)
+    assert (fields["mscale"], fields["mscale_all_dim"]) == (1.0, 0.7)
+    # transformers takes the two only together.
+    alone = megatron_fields(parse(**DEEPSEEK, rope_scaling=YARN | {"mscale": 0.5}))
+    assert (alone["mscale"], alone["mscale_all_dim"]) == (1.0, 0.0)
+    # Megatron makes the softmax's scale of this factor, whether there is a YaRN or not.
+    assert megatron_fields(parse(**DEEPSEEK))["rotary_scaling_factor"] == 1.0
+    one_group = parse(**DEEPSEEK | {"n_group": 2})
+    assert one_group.moe.num_groups is None
+
+
+def test_both_names_of_the_number_of_experts():
+    for key in ("num_experts", "num_local_experts"):
+        assert parse(model_type="qwen3_moe", **{key: 5}).moe.num_experts == 5
+
+
+def test_a_glm():
+    geometry = parse(model_type="glm4")
+    assert geometry.qkv_bias and geometry.post_norms and geometry.rotary_interleaved
+    assert (geometry.rotary_percent, geometry.head_dim) == (0.5, 128)
+    assert not parse(model_type="glm4", attention_bias=False).qkv_bias
+    rope = {"rope_type": "default", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
+    assert parse(model_type="glm4", rope_parameters=rope).rotary_percent == 0.25
+
+
+def test_a_file_that_leaves_out_keys_means_its_class_s_defaults():
+    from transformers import AutoConfig
+
+    for kind in ("mixtral", "glm4", "qwen3"):
+        full = AutoConfig.for_model(kind, **{k: v for k, v in LLAMA.items() if k != "model_type"})
+        said = parse_model_config(full.to_dict(), where="x")
+        unsaid = parse(model_type=kind)
+        for name in ("rope_theta", "norm_epsilon", "head_dim", "qkv_bias", "rotary_percent"):
+            assert getattr(said, name) == getattr(unsaid, name), (kind, name)
+
+
+CRITIC = {"architectures": ["LlamaForTokenClassification"]}
+
+
+def test_a_value_head_has_one_label():
+    assert parse(**CRITIC, id2label={"0": "LABEL_0"}).value_head
+    assert parse(**CRITIC, num_labels=1).value_head
+    assert not parse(architectures=["LlamaForCausalLM"]).value_head
+    for labels in ({"id2label": {"0": "a", "1": "b"}}, {"num_labels": 3}, {}):
+        with pytest.raises(ModelError, match=r"has \d labels; a value head has one"):
+            parse(**CRITIC, **labels)
+
+
+def test_every_field_that_a_model_decides_is_known_to_megatron():
+    from slurm_rl.train.cpu import megatron_imports
+
+    with megatron_imports():
+        from megatron.core.transformer.transformer_config import MLATransformerConfig
+    known = set(MLATransformerConfig.__dataclass_fields__)
+    assert set(MODEL_FIELDS) <= known
+    for geometry in (parse(), parse(**DEEPSEEK), parse(model_type="qwen3_moe", **MOE)):
+        assert set(megatron_fields(geometry)) <= set(MODEL_FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "mixtral", "sliding_window": 4096}, "sliding_window = 4096"),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 1}, "num_experts_per_tok = 1 with"),
+        (DEEPSEEK | {"rope_interleave": False}, "rope_interleave = False"),
+        (DEEPSEEK | {"topk_group": 1}, "topk_group = 1 with num_experts_per_tok = 4"),
+        (DEEPSEEK | {"norm_topk_prob": False}, "norm_topk_prob = False"),
+        (DEEPSEEK | {"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05"),
+        (DEEPSEEK | {"scoring_func": "softmax"}, "scoring_func"),
+        (DEEPSEEK | {"attention_bias": True}, "attention_bias"),
+        (DEEPSEEK | {"rope_scaling": YARN | {"mscale_all_dim": 1.0}}, "mscale_all_dim, but no"),
+        (DEEPSEEK | {"rope_scaling": YARN | {"truncate": False}}, "'yarn' with truncate"),
+        (DEEPSEEK | {"rope_scaling": {"type": "yarn"}}, "'yarn' has no factor"),
+        (DEEPSEEK | {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "rope scaling 'llama3'"),
+    ],
+)
+def test_what_other_families_would_get_wrong_is_refused(changes, said):
+    with pytest.raises(ModelError, match=said):
+        parse(**changes)

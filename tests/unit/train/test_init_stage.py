@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from slurm_rl.config.schema import Settings
+from slurm_rl.config.train_schema import Critic
 from slurm_rl.errors import ModelError
 from slurm_rl.stages.init import make_tokenizer, run_init
 from slurm_rl.storage.digest import digest_entries, digest_file
@@ -122,7 +123,10 @@ def truncate(folder):
         (truncate, r"model\.safetensors: \d+ bytes, but its header promises \d+"),
         (lambda folder: (folder / "model.safetensors").unlink(), "there is no such file"),
         (lambda folder: (folder / "config.json").unlink(), r"no config\.json"),
-        (set_config(model_type="gpt2"), "'gpt2' is not supported; supported are llama, qwen2"),
+        (
+            set_config(model_type="gpt2"),
+            "'gpt2' is not supported; supported are deepseek_v3, glm4, llama",
+        ),
         (set_config(num_hidden_layers=2), r"model\.layers\.1\..* is missing"),
         (set_config(tie_word_embeddings=True, num_hidden_layers=0), "is not part of such a model"),
     ],
@@ -162,3 +166,69 @@ def test_characters_of_every_kind():
 def test_a_character_outside_the_alphabet_is_an_error_not_a_padding_token():
     with pytest.raises(Exception, match="UNK"):
         make_tokenizer("ab")("abc")
+
+
+def all_models(made, tmp_path, *, critic=None, teacher=None, reference=None):
+    """Settings with a critic, a reference and a teacher, on the model that was made."""
+    source = str(made[0] / "weights")
+    return settings_with(
+        hf_checkpoint=source,
+        train={
+            "global_batch_size": 1,
+            "advantage_estimator": "gae",
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.1,
+        },
+        critic={"hf_checkpoint": critic},
+        reference={"hf_checkpoint": reference or source},
+        teacher={"hf_checkpoint": teacher or source},
+    )
+
+
+def test_the_commit_holds_every_model_with_its_digest(made, tmp_path):
+    result = init(all_models(made, tmp_path), tmp_path / "a")
+    for name in ("weights", "critic", "reference", "teacher"):
+        own = [entry for entry in result.files if entry.path.startswith(f"{name}/")]
+        assert result.content[name]["digest"] == digest_entries(own)
+        assert {e.path for e in own} == {
+            f"{name}/{path.name}" for path in (tmp_path / "a" / name).iterdir()
+        }
+    assert result.content["critic"]["version"] == 0
+    assert result.content["critic"]["head"]["made"] == "created"
+    # The same again, wherever it is made; and another seed is another head, and nothing else.
+    assert init(all_models(made, tmp_path), tmp_path / "b") == result
+    other = all_models(made, tmp_path).model_copy(update={"seed": 5})
+    found = init(other, tmp_path / "c")
+    differing = [a.path for a, b in zip(result.files, found.files, strict=True) if a != b]
+    assert differing == ["critic/model-00002-of-00002.safetensors"]
+
+
+def test_a_critic_of_the_policy_that_was_made_survives_a_move(tmp_path):
+    settings = made_with().model_copy(update={"critic": Critic()})
+    init(settings, tmp_path / "a")
+    (tmp_path / "a").rename(tmp_path / "moved")
+    for path in (tmp_path / "moved" / "critic").iterdir():
+        assert path.read_bytes(), path  # no link leads to where it was
+
+
+@pytest.mark.parametrize("name", ["critic", "reference", "teacher"])
+def test_a_model_of_another_vocabulary_is_refused(made, tmp_path, name):
+    init(made_with(characters="0123456789+-"), tmp_path / "other")
+    settings = all_models(made, tmp_path, **{name: str(tmp_path / "other" / "weights")})
+    with pytest.raises(ModelError, match=f"vocabulary of the {name} model is not the policy's"):
+        init(settings, tmp_path / "attempt")
+
+
+def test_a_model_beside_the_policy_that_is_not_there_names_its_setting(made, tmp_path):
+    settings = all_models(made, tmp_path, teacher=str(tmp_path / "nowhere"))
+    with pytest.raises(ModelError, match=r"teacher\.hf_checkpoint must be"):
+        init(settings, tmp_path / "attempt")
+
+
+def test_a_teacher_that_sglang_serves_may_be_of_any_family(made, tmp_path):
+    source = changed_copy(made, tmp_path / "x", set_config(model_type="gemma9")).hf_checkpoint
+    settings = all_models(made, tmp_path, teacher=source)
+    with pytest.raises(ModelError, match="gemma9"):
+        init(settings, tmp_path / "a")
+    served = settings.teacher.model_copy(update={"backend": "sglang"})
+    init(settings.model_copy(update={"teacher": served}), tmp_path / "b")

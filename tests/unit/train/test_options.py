@@ -8,6 +8,10 @@ from slurm_rl.train import cpu
 with cpu.megatron_imports():
     from slurm_rl.train.options import split_megatron
 
+from slurm_rl.config.layout import Layout
+from slurm_rl.config.passthrough import MEGATRON
+from slurm_rl.train.geometry import MODEL_FIELDS
+
 
 def test_keys_go_where_megatron_has_them():
     options = split_megatron(
@@ -22,7 +26,7 @@ def test_keys_go_where_megatron_has_them():
             "recompute_granularity": "full",
         }
     )
-    assert options.tp_size == 2 and options.pp_size == 1
+    assert options.layout == Layout(tensor=2)
     assert options.optimizer == {"lr": 1e-5, "min_lr": 1e-6, "clip_grad": 0.5}
     assert options.ddp == {"overlap_grad_reduce": True}
     assert options.schedule == {"lr_decay_style": "cosine"}
@@ -52,11 +56,39 @@ def test_the_token_loss_is_ours_to_compute():
         ({}, "train.megatron.lr is missing"),
         ({"lr": 1.0, "learning_rate": 2.0}, "learning_rate is not a name"),
         ({"lr": 1.0, "hidden_size": 64}, "hidden_size cannot be set"),
-        ({"lr": 1.0, "context_parallel_size": 2}, "context_parallel_size = 2 is not supported"),
-        ({"lr": 1.0, "hidden_dropout": 0.1}, "hidden_dropout = 0.1"),
-        ({"lr": 1.0, "fp16": True}, "fp16 = True"),
+        ({"lr": 1.0, "moe_router_topk": 2}, "moe_router_topk cannot be set"),
+        ({"lr": 1.0, "hidden_dropout": 0.1}, "hidden_dropout = 0.1 .*, only 0.0 is: the same tok"),
+        ({"lr": 1.0, "fp16": True}, "fp16 = True .* skips optimizer steps"),
+        ({"lr": 1.0, "moe_aux_loss_coeff": 0.1}, "moe_aux_loss_coeff = 0.1 .* reward"),
+        ({"lr": 1.0, "cp_comm_type": "a2a"}, "cp_comm_type = 'a2a' has no effect"),
     ],
 )
 def test_refusals(options, said):
     with pytest.raises(ConfigError, match=said):
         split_megatron(options)
+
+
+def test_the_layout_is_read_from_megatrons_names():
+    options = split_megatron(
+        {
+            "lr": 1.0,
+            "context_parallel_size": 2,
+            "expert_model_parallel_size": 4,
+            "expert_tensor_parallel_size": 1,
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 3,
+        }
+    )
+    layout = Layout(pipeline=2, context=2, experts=4, expert_tensor=1, chunks=3)
+    assert options.layout == layout
+    assert (layout.model_size, layout.expert_size) == (4, 8)
+
+
+def test_a_roles_own_section_is_named():
+    with pytest.raises(ConfigError, match=r"^critic.megatron.lr is missing"):
+        split_megatron({}, above="critic")
+
+
+def test_what_the_model_decides_is_refused_on_the_login_node_too():
+    for name in MODEL_FIELDS:
+        assert name not in MEGATRON.entries or MEGATRON.owner(name) is not None, name

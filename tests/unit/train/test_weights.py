@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from slurm_rl.errors import ModelError
@@ -11,6 +13,7 @@ from slurm_rl.train.weights import (
     INDEX,
     SINGLE,
     WeightsReader,
+    plan_layout,
     read_layout,
     write_weights,
 )
@@ -90,3 +93,59 @@ def test_an_index_that_promises_more_is_refused(sharded):
     (sharded / INDEX).write_text(json.dumps(index))
     with pytest.raises(ModelError, match="do not hold d"):
         read_layout(sharded)
+
+
+def test_files_are_cut_at_a_size_and_the_index_says_where_what_is(tmp_path):
+    shapes = {"a": (4, 3), "b": (5,), "c": (100,), "d": (2, 2), "e": (1,)}
+    dtypes = {name: torch.bfloat16 if name == "b" else torch.float32 for name in shapes}
+    layout = plan_layout(shapes, dtypes, file_size_bytes=60)
+    # 48 + 10 bytes fit; 400 are too many for any file; 16 + 4 fit.
+    members = [("a", "b"), ("c",), ("d", "e")]
+    names = [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert layout.files == dict(zip(names, members, strict=True))
+    tensors = {name: torch.full(shape, 1.0) for name, shape in shapes.items()}
+    written = list(write_weights(tmp_path, tensors.items(), layout=layout))
+    assert written == [*names, INDEX]
+    assert read_layout(tmp_path) == layout
+    assert json.loads((tmp_path / INDEX).read_text())["metadata"]["total_size"] == 478
+
+
+def test_transformers_reads_what_is_cut(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=30,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    model = LlamaForCausalLM(config)
+    tensors = model.state_dict()
+    config.save_pretrained(tmp_path)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    layout = plan_layout(shapes, dict.fromkeys(shapes, torch.float32), file_size_bytes=5000)
+    assert len(layout.files) > 3
+    list(write_weights(tmp_path, tensors.items(), layout=layout))
+    found = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_model_that_fits_is_one_file_without_an_index():
+    layout = plan_layout({"a": (2,)}, {"a": torch.float32})
+    assert layout.files == {SINGLE: ("a",)} and layout.index_text is None
+
+
+@given(
+    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=30),
+    limit=st.integers(1, 120),
+)
+def test_no_file_is_larger_than_asked_unless_one_tensor_is(sizes, limit):
+    shapes = {f"t{i}": (size,) for i, size in enumerate(sizes)}
+    layout = plan_layout(shapes, dict.fromkeys(shapes, torch.float32), file_size_bytes=limit)
+    for members in layout.files.values():
+        assert len(members) == 1 or sum(shapes[m][0] * 4 for m in members) <= limit
+    held = [m for members in layout.files.values() for m in members]
+    assert sorted(held) == sorted(shapes)
