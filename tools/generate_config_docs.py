@@ -133,10 +133,10 @@ def _render_owned(title: str, table: Table) -> Iterator[str]:
     by_reason: dict[str, list[str]] = {}
     for name, reason in table.owned.items():
         by_reason.setdefault(reason, []).append(name)
-    for name, value in table.only.items():
-        by_reason.setdefault(f"only {json.dumps(value)} is supported", []).append(name)
+    for name, limit in table.only.items():
+        by_reason.setdefault(f"only {limit.names}: {limit.why}", []).append(name)
     if table.not_yet:
-        by_reason["not supported yet"] = [f"{prefix}*" for prefix in table.not_yet]
+        by_reason["of models that are not supported"] = [f"{prefix}*" for prefix in table.not_yet]
     yield "| names | why |\n| --- | --- |"
     for reason, names in by_reason.items():
         yield f"| {', '.join(f'`{name}`' for name in names)} | {reason} |"

@@ -87,6 +87,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
     "glm4": {"model_type": "glm4", "head_dim": 8},
     "glm4-plain": {"model_type": "glm4", "head_dim": 16, "attention_bias": False},
+    "glm4-moe": {
+        "model_type": "glm4_moe",
+        "head_dim": 16,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "routed_scaling_factor": 1.5,
+        "num_nextn_predict_layers": 0,
+    },
     "deepseek": _DEEPSEEK,
     "deepseek-yarn": _DEEPSEEK
     | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": _YARN},

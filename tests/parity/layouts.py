@@ -7,7 +7,6 @@ The processes are started once for many layouts.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import sys
 import time
@@ -15,9 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import trains
-
-_RANKS = multiprocessing.get_context("forkserver")
-_RANKS.set_forkserver_preload(["preload"])
 
 MODEL = {"num_hidden_layers": 4}
 MOE = {
@@ -59,7 +55,7 @@ def run_cases(
     """
     plan = {"root": str(root), "models": models, "cases": cases, "num": num}
     logs = [root / f"rank-{num}-{rank}.log" for rank in range(num)]
-    processes = [_RANKS.Process(target=_be_rank, args=(r, plan, logs[r])) for r in range(num)]
+    processes = [trains.RANKS.Process(target=_be_rank, args=(r, plan, logs[r])) for r in range(num)]
     for process in processes:
         process.start()
     for process in processes:

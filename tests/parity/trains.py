@@ -30,9 +30,13 @@ TINY = {
     "initializer_range": 0.2,
 }
 
-#: Ranks are forked from a process that has imported what they need.
-_RANKS = multiprocessing.get_context("forkserver")
-_RANKS.set_forkserver_preload(["preload"])
+#: Ranks are forked from a process that has imported what they need. It does not get `sys.path`, and
+#: says nothing of a module that it does not find.
+RANKS = multiprocessing.get_context("forkserver")
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
+RANKS.set_forkserver_preload(["preload"])
 
 
 def tiny_settings(
@@ -192,7 +196,7 @@ def train_in_ranks(
     plan = {"name": name, "iterations": iterations, "die_before": die_before}
     logs = [root / f"{name}.rank-{rank}.log" for rank in range(num)]
     processes = [
-        _RANKS.Process(target=_be_rank, args=(rank, num, logs[rank], plan, first.attempt_dir))
+        RANKS.Process(target=_be_rank, args=(rank, num, logs[rank], plan, first.attempt_dir))
         for rank in range(num)
     ]
     for process in processes:

@@ -79,6 +79,13 @@ OTHERS = {
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 8, "decoder_sparse_step": 2},
     "mixtral": {"num_local_experts": 3},
     "glm4": {},
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
     "deepseek_v3": {
         "q_lora_rank": 8,
         "kv_lora_rank": 12,

@@ -169,10 +169,18 @@ def test_a_glm():
     assert parse(model_type="glm4", rope_parameters=rope).rotary_percent == 0.25
 
 
+def test_a_glm_with_experts_norms_queries_where_it_says_so():
+    plain = parse(model_type="glm4_moe")
+    assert not plain.qk_norm and not plain.qkv_bias and plain.rotary_percent == 0.5
+    assert (plain.moe.dense_layers, plain.moe.scaling_factor) == ((0,), 1.0)
+    full = parse(model_type="glm4_moe", use_qk_norm=True, attention_bias=True)
+    assert full.qk_norm and full.qkv_bias
+
+
 def test_a_file_that_leaves_out_keys_means_its_class_s_defaults():
     from transformers import AutoConfig
 
-    for kind in ("mixtral", "glm4", "qwen3"):
+    for kind in ("mixtral", "glm4", "glm4_moe", "qwen3"):
         full = AutoConfig.for_model(kind, **{k: v for k, v in LLAMA.items() if k != "model_type"})
         said = parse_model_config(full.to_dict(), where="x")
         unsaid = parse(model_type=kind)
