@@ -52,6 +52,11 @@ def stage_kinds(settings: Settings) -> tuple[str, ...]:
     return (*chain, *eval_kinds(settings), "tick")
 
 
+def is_supervised(settings: Settings, iteration: int) -> bool:
+    """Whether an iteration fine-tunes on labels, and samples nothing."""
+    return iteration < settings.train.sft_iterations
+
+
 def uses_reference(settings: Settings) -> bool:
     """Whether anything is measured against a reference policy."""
     return settings.train.use_kl_loss or settings.train.kl_coef > 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from slurm_rl.config.derive import data_overrides
 from slurm_rl.config.problems import Path, Problem
 from slurm_rl.config.roles import (
     LAYOUT,
@@ -192,6 +193,27 @@ def check_correction(settings: Settings) -> Problems:
         yield Problem(("train", "rejection", "low"), rule, "lower it", train.rejection.low)
 
 
+def check_supervised(settings: Settings) -> Problems:
+    number, at = settings.train.sft_iterations, ("train", "sft_iterations")
+    if number == 0:
+        return
+    if number >= settings.num_rollout:
+        rule = f"leaves nothing to sample of num_rollout = {settings.num_rollout} iterations"
+        yield Problem(at, rule, "lower it", number)
+    for name in ("critic", "teacher"):
+        if getattr(settings, name) is not None:
+            rule = f"cannot be with a {name}, which has nothing to say of labels"
+            yield Problem(at, rule, "tune in a run of its own, and start from its weights", number)
+    unlabelled = [
+        name
+        for name, own in data_overrides(settings).items()
+        if (own.label_key or settings.rollout.label_key) is None
+    ]
+    if unlabelled:
+        rule = f"needs answers, but the data set {unlabelled[0]} has no label_key"
+        yield Problem(at, rule, "set rollout.label_key", number)
+
+
 def check_critic(settings: Settings) -> Problems:
     critic = settings.critic
     if critic is not None and critic.warmup_iterations >= settings.num_rollout:
@@ -286,6 +308,7 @@ _RULES: tuple[Callable[[Settings], Problems], ...] = (
     check_kl,
     check_reference,
     check_correction,
+    check_supervised,
     check_critic,
     check_teacher,
     check_schedule,

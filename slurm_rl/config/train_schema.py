@@ -87,6 +87,11 @@ class Rejection(Section):
 class Train(Update):
     """The update of the policy."""
 
+    sft_iterations: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="First iterations in which nothing is sampled: the policy is fine-tuned on the"
+        " labels of the prompts (a warm start).",
+    )
     # -- advantages
     advantage_estimator: Literal[
         "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"

@@ -1,4 +1,5 @@
-"""An engine that makes up its answers at once: for measuring and testing what is around engines.
+"""An engine that makes up its answers at once: for measuring and testing what is around engines,
+and where a pipeline must have one and asks it nothing (`supervised.py`).
 
 Owns a rule alone: an answer's length and tokens are a function of its seed and of the position in
 the response, so that a sample which goes on from a prefix ends as it would have. It serves no

@@ -42,6 +42,7 @@ def run_critic(order: Order, settings: Settings) -> Result:
     with parting_on_error(trainer):
         result = critic_iteration(trainer, order)
     trainer.close()
+    result.metrics["perf/load_time"] = opened - started
     result.provenance["open_s"] = round(opened - started, 3)
     result.provenance["train_s"] = round(time.monotonic() - opened, 3)
     return result
@@ -80,5 +81,5 @@ def critic_iteration(trainer: Trainer, order: Order) -> Result:
         return saved
     files = [*saved.files, *write_signals(folder, batch.samples, {"values": values_R})]
     return dataclasses.replace(
-        saved, files=sorted(files, key=lambda entry: entry.path), metrics=metrics
+        saved, files=sorted(files, key=lambda entry: entry.path), metrics=metrics | saved.metrics
     )

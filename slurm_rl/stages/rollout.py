@@ -12,15 +12,17 @@ stage was killed, whatever the journals held, and whichever shard made which gro
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slurm_rl.config.derive import admission, data_overrides, is_graded_later
 from slurm_rl.config.schema import Settings
+from slurm_rl.config.stages import is_supervised
 from slurm_rl.rollout.carry import PARTIAL_NAME, Carried, read_carried, write_carried
 from slurm_rl.rollout.closing import Close, find_desk
 from slurm_rl.rollout.collecting import rare_collections
@@ -34,12 +36,14 @@ from slurm_rl.rollout.pipeline import Outcome, Pipeline, Watch
 from slurm_rl.rollout.samples import Sample
 from slurm_rl.rollout.sealing import seal_groups
 from slurm_rl.rollout.supply import Supply
+from slurm_rl.stages.rank import current_rank
 from slurm_rl.stages.serving import (
     Floor,
     find_context_len,
     follow,
     read_model,
     read_versions,
+    run_on_labels,
     run_pipeline,
 )
 from slurm_rl.storage.commits import read_commit
@@ -72,10 +76,15 @@ def run_rollout(order: Order, settings: Settings, *, engine: Engine | None = Non
     Raises DataError, RewardError, ModelError (the user's), CorruptError (the weights are not
     what was committed) and EngineError.
     """
-    if follow(order, settings):
+    if not is_supervised(settings, order.iteration) and follow(order, settings):
         return Result(files=[])
+    if is_supervised(settings, order.iteration) and current_rank(os.environ) != 0:
+        return Result(files=[])  # no engine, so no other nodes' part of it
     with rare_collections(), open_rollout(order, settings) as opened:
         floor = Floor(order, settings, opened.tokenizer)
+        if is_supervised(settings, order.iteration):
+            outcome = run_on_labels(floor, opened.pipeline, opened.weights)
+            return seal(opened, outcome, order=order, settings=settings, numbers={})
         is_graded = not is_graded_later(settings)
         outcome, numbers = run_pipeline(floor, opened.pipeline, engine=engine, is_graded=is_graded)
         return seal(opened, outcome, order=order, settings=settings, numbers=numbers)
@@ -89,7 +98,9 @@ def open_rollout(order: Order, settings: Settings) -> Iterator[Opened]:
     context_len = find_context_len(settings, weights.path)
     carried = _read_carried(order, settings)
     previous = order.inputs.get("previous")
-    with resolve(settings) as data, open_filter(settings) as keep:
+    # Labels are not compared with each other: no filter would let one pass.
+    filters = nullcontext() if is_supervised(settings, order.iteration) else open_filter(settings)
+    with resolve(settings) as data, filters as keep:
         if previous is None:
             data.check()  # once in a run: a bad row is found before the first GPU hour
         stream = open_stream(

@@ -26,10 +26,12 @@ from slurm_rl.errors import ModelError
 from slurm_rl.rollout.engine import Engine, Weights
 from slurm_rl.rollout.grading import Grade
 from slurm_rl.rollout.groups import Finisher
+from slurm_rl.rollout.instant import InstantEngine
 from slurm_rl.rollout.pipeline import Outcome, Pipeline
 from slurm_rl.rollout.rewards import Graded, Grader
 from slurm_rl.rollout.samples import Sample
 from slurm_rl.rollout.single_turn import SingleTurn
+from slurm_rl.rollout.supervised import FromLabels, grade_labels
 from slurm_rl.rollout.turns import make_generate
 from slurm_rl.rollout.weights import check_probe, describe_weights, hold_weights, weight_entries
 from slurm_rl.seeds import derive_seed
@@ -119,6 +121,17 @@ async def _run(
     async with Grader(settings, overrides=own) as grader:
         grade: Grade = grader.grade
         return await pipeline.run(engine, generate, grade, journal_path=journal_path), gap
+
+
+def run_on_labels(floor: Floor, pipeline: Pipeline, weights: Weights) -> Outcome:
+    """What `pipeline` comes to where the labels are the answers: no engine is started."""
+    close = pipeline.settle()
+    if close is not None:
+        return Outcome(close)
+    none = InstantEngine()
+    journal_path = Path(floor.order.attempt_dir) / JOURNAL_NAME
+    generate = FromLabels(weights, floor.tokenizer)
+    return asyncio.run(pipeline.run(none, generate, grade_labels, journal_path=journal_path))
 
 
 async def _leave(samples: Sequence[Sample]) -> Graded:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from slurm_rl.config.derive import admission
 from slurm_rl.config.schema import Settings
-from slurm_rl.config.stages import moves_reference, uses_reference
+from slurm_rl.config.stages import is_supervised, moves_reference, uses_reference
 from slurm_rl.errors import CorruptError
 from slurm_rl.rollout.user_imports import import_function
 from slurm_rl.stages.rank import current_rank
@@ -55,6 +55,7 @@ def run_train(order: Order, settings: Settings) -> Result:
     with parting_on_error(trainer):
         result = train_iteration(trainer, order)
     trainer.close()
+    result.metrics["perf/load_time"] = opened - started
     result.provenance["open_s"] = round(opened - started, 3)
     result.provenance["train_s"] = round(time.monotonic() - opened, 3)
     return result
@@ -84,6 +85,7 @@ def train_iteration(trainer: Trainer, order: Order) -> Result:
         attempt_dir=Path(order.attempt_dir),
         made_from=made_from(order, settings),
         is_first=_is_own_reference(order, settings),
+        is_supervised=is_supervised(settings, order.iteration),
     )
     metrics = trainer.step(
         work,
@@ -100,7 +102,7 @@ def train_iteration(trainer: Trainer, order: Order) -> Result:
             "logprob_gap_first": _first_gap(before.get("logprob_gap_first"), metrics),
             "cursor": order.input("rollout").content.get("cursor", {}),
         },
-        metrics=metrics | batch.metrics(),
+        metrics=metrics | batch.metrics() | saved.metrics,
     )
 
 

@@ -58,7 +58,15 @@ def open_role(order: Order, settings: Settings, kind: str) -> Trainer:
         if not _load_partial(trainer, order, source):
             _load(trainer, order, source, folder)
     trainer.weights_digest = source.content[FACTS[kind]]["digest"]
+    _check_memory(trainer)
     return trainer
+
+
+def _check_memory(trainer: Trainer) -> None:
+    """Before the work, not after it: whether this node has the memory that a save takes."""
+    from slurm_rl.train.host_memory import check_host_memory, free_memory
+
+    check_host_memory(trainer.save_need, free_bytes=free_memory(), kind=trainer.kind)
 
 
 def weights_folder(source: Input, kind: str) -> str:
@@ -139,6 +147,7 @@ def save_role(trainer: Trainer, order: Order) -> Result:
     return Result(
         files=files,
         content={FACTS[trainer.kind]: made, **counters},
+        metrics={"perf/save_time": save_s},
         provenance=_describe_process(trainer, save_s=save_s),
     )
 

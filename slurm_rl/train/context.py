@@ -44,7 +44,7 @@ def model_inputs(batch: MicroBatch, *, on_device: bool) -> dict[str, Any]:
     """
     tokens_bS, lengths = batch.tokens_bS, _lengths(batch)
     device = tokens_bS.device
-    positions_S = torch.cat([torch.arange(length, device=device) for length in lengths])
+    positions_S = torch.cat([torch.arange(length) for length in lengths]).to(device)
     if parallel_state.get_context_parallel_world_size() > 1:
         places_s = _own_places(lengths, device)
         tokens_bS, positions_S = tokens_bS.index_select(1, places_s), positions_S[places_s]

@@ -59,14 +59,14 @@ class Names:
 class Family:
     """One family. `defaults` are what its config class takes for keys that a file leaves out.
 
-    qkv_bias: always, never, or as the named key of the config says.
+    qkv_bias, qk_norm: always, never, or as the named key of the config says.
     must_be: key -> the values under which the key has no effect, the usual one first.
     moe, mla: read that part of a config; None if the family has none.
     check: what else is wrong with a config, as one clause; "" if nothing.
     """
 
     qkv_bias: bool | str = False
-    qk_norm: bool = False
+    qk_norm: bool | str = False
     post_norms: bool = False
     rotary_interleaved: bool = False
     defaults: Config = field(default_factory=dict)
@@ -206,6 +206,19 @@ FAMILIES = {
             post_mlp_norm="post_mlp_layernorm",
             gate_up="mlp.gate_up_proj",
         ),
+    ),
+    "glm4_moe": Family(
+        qkv_bias="attention_bias",
+        qk_norm="use_qk_norm",
+        moe=_deepseek_moe,
+        defaults={
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-5,
+            "moe_intermediate_size": 1408,
+            "routed_scaling_factor": 1.0,
+            "first_k_dense_replace": 1,
+        },
+        must_be={"attention_bias": (True, False)},
     ),
     "deepseek_v3": Family(
         moe=_deepseek_moe,

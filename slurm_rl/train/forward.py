@@ -11,7 +11,7 @@ columns of this tensor rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,7 @@ from slurm_rl.train.context import (
     row_multiple,
     sequence_multiple,
 )
+from slurm_rl.train.meter import Meter
 from slurm_rl.train.packing import Budget, round_up, token_costs
 from slurm_rl.train.regroup import regroup
 from slurm_rl.train.vocab_parallel import logprobs_and_entropy
@@ -58,6 +59,7 @@ class Engine:
     temperature: float
     per_token: bool
     optimizer_steps: int = 0
+    meter: Meter = field(default_factory=Meter)
 
 
 def policy_logprobs(
@@ -163,7 +165,6 @@ def own_share(
     `micro_batch_size` samples. order: of the conversations, theirs in the rollout if None.
     weights_R: of the response tokens in the loss; `rollout_weights` if None.
     """
-    config = engine.model.config
     budget = None if max_tokens is None else _budget(engine, max_tokens)
     plan = plan_steps(
         conversation_sizes(samples).tolist(),
@@ -182,7 +183,7 @@ def own_share(
         arrays_R=arrays_R,
         weights_R=weights_R,
         per_token=engine.per_token,
-        length_multiple=row_multiple(config),
+        length_multiple=row_multiple(engine.model.config),
         sequence_multiple=None if budget is None else budget.sequence_multiple,
     )
     rank, device = parallel_state.get_data_parallel_rank(), torch.cuda.current_device()

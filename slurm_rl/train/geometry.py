@@ -222,7 +222,7 @@ def parse_model_config(config: dict[str, Any], *, where: str) -> Geometry:
 def _geometry(config: dict[str, Any], family: Family, *, where: str) -> Geometry:
     heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
     head_dim = int(config.get("head_dim") or hidden // heads)
-    bias, mla = family.qkv_bias, family.mla(config) if family.mla else None
+    mla = family.mla(config) if family.mla else None
     value_head = _has_value_head(config, where=where)
     return Geometry(
         family=config["model_type"],
@@ -239,8 +239,8 @@ def _geometry(config: dict[str, Any], family: Family, *, where: str) -> Geometry
         rope_factor=_rope_factor(config, allow_yarn=mla is not None, where=where),
         max_positions=int(config.get("max_position_embeddings", 32768)),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-        qkv_bias=bool(config.get(bias, False)) if isinstance(bias, str) else bias,
-        qk_norm=family.qk_norm,
+        qkv_bias=_asked(config, family.qkv_bias),
+        qk_norm=_asked(config, family.qk_norm),
         post_norms=family.post_norms,
         rotary_percent=_rotary_percent(config),
         rotary_interleaved=family.rotary_interleaved,
@@ -249,6 +249,10 @@ def _geometry(config: dict[str, Any], family: Family, *, where: str) -> Geometry
         mla=mla,
         value_head=value_head,
     )
+
+
+def _asked(config: dict[str, Any], answer: bool | str) -> bool:
+    return bool(config.get(answer, False)) if isinstance(answer, str) else answer
 
 
 def _refuse_variations(config: dict[str, Any], family: Family, *, where: str) -> None:

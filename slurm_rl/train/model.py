@@ -62,15 +62,7 @@ def model_config(
     fit the model or Megatron refuses the combination.
     """
     layout = options.layout
-    check_layout(
-        geometry,
-        tp_size=layout.tensor,
-        pp_size=layout.pipeline,
-        ep_size=layout.experts,
-        expert_tp_size=layout.expert_tensor,
-        num_chunks=layout.chunks,
-    )
-    _check_mixture(geometry, options)
+    _check_layout(geometry, options)
     bf16 = is_bf16(geometry, options)
     dtype = torch.bfloat16 if bf16 else torch.float32
     fields: dict[str, Any] = {
@@ -104,11 +96,20 @@ def is_bf16(geometry: Geometry, options: MegatronOptions) -> bool:
     return geometry.dtype == "bfloat16" if options.bf16 is None else bool(options.bf16)
 
 
-def _check_mixture(geometry: Geometry, options: MegatronOptions) -> None:
-    is_split = options.layout.tensor > 1 and not options.transformer.get("sequence_parallel")
+def _check_layout(geometry: Geometry, options: MegatronOptions) -> None:
+    layout = options.layout
+    check_layout(
+        geometry,
+        tp_size=layout.tensor,
+        pp_size=layout.pipeline,
+        ep_size=layout.experts,
+        expert_tp_size=layout.expert_tensor,
+        num_chunks=layout.chunks,
+    )
+    is_split = layout.tensor > 1 and not options.transformer.get("sequence_parallel")
     if geometry.moe is not None and is_split:
         raise ConfigError(
-            f"train.megatron.tensor_model_parallel_size = {options.layout.tensor} without "
+            f"train.megatron.tensor_model_parallel_size = {layout.tensor} without "
             "sequence_parallel: tensor ranks would send each token to its experts twice",
             hint="set train.megatron.sequence_parallel: true",
         )

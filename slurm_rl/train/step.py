@@ -12,7 +12,6 @@ micro-batch, V vocabulary columns of this tensor rank.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from slurm_rl.config.train_schema import Critic, Teacher, Train, Update
-from slurm_rl.errors import NumericsError
 from slurm_rl.seeds import derive_seed
 from slurm_rl.train.batch import MicroBatch, Samples, conversation_sizes
 from slurm_rl.train.corrections import CustomCorrection, correct
@@ -38,6 +36,7 @@ from slurm_rl.train.forward import (
     run_microbatches,
 )
 from slurm_rl.train.gap import check_gap, measure_gap
+from slurm_rl.train.guards import check_finite, check_first_kl, check_first_ratio
 from slurm_rl.train.objective import CriticObjective, CustomLoss, PolicyObjective
 from slurm_rl.train.optimizer import current_lr
 from slurm_rl.train.partial import StepState
@@ -66,7 +65,8 @@ class Work:
 
     signals: what other stages computed for the samples. attempt_dir: where partial saves of an
     iteration that was `made_from` these inputs go, if the role's `save_steps` asks for them.
-    is_first: whether the reference is the policy itself, before its first update.
+    is_first: whether the reference is the policy itself, before its first update. is_supervised:
+    whether the samples are answers to be learnt, and not the policy's own.
     """
 
     samples: Samples
@@ -75,6 +75,7 @@ class Work:
     attempt_dir: Path | None = None
     made_from: str = ""
     is_first: bool = False
+    is_supervised: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ class Task:
     hooks: Hooks = field(default_factory=Hooks)
     seed: int = 0
     is_first: bool = False
+    is_supervised: bool = False
     resumed: StepState | None = None
     after_step: Callable[[StepState, int], None] = lambda state, num_steps: None
 
@@ -114,13 +116,15 @@ def train_policy(
     rollout's log-probs are too far from the policy's, if in iteration 0 the reference is not the
     policy, or if the policy, before its first step, is not the proximal policy.
     """
+    if task.is_supervised:
+        return train_supervised(engine, task, train=train)
     samples, signals = task.samples, task.signals
     state = task.resumed or _look_before(engine, task, role=train, reference=reference)
     signals = signals.joined(proximal=state.proximal, reference=state.reference)
     gap = measure_gap(samples, state.proximal)
     check_gap(gap, train=train, first=first_gap)
     metrics = {} if gap is None else gap.metrics()
-    metrics |= _check_first_kl(task, signals, train=train)
+    metrics |= check_first_kl(samples, signals, is_own=task.is_first, limit=train.check_first_kl)
 
     estimates = estimate(samples, train=train, signals=signals, custom=task.hooks.advantage)
     metrics |= summarize_estimates(samples, estimates, signals)
@@ -149,7 +153,33 @@ def train_policy(
         return total, count(batch.denominator, logits_bSV), report
 
     updates = _Updates(engine, task, train, objective.sums, loss, train.check_first_ratio)
-    return metrics | updates.run(state, arrays_R).summarize("train/")
+    with engine.meter.phase("actor_train"):
+        done = updates.run(state, arrays_R)
+    return metrics | done.summarize("train/")
+
+
+def train_supervised(engine: Engine, task: Task, *, train: Train) -> dict[str, float]:
+    """Raise the log-probability of the samples' tokens: supervised fine-tuning.
+
+    The loss is their negative log-probability, at temperature 1 whatever the rollout's, aggregated
+    as the policy's. Nothing is compared with an engine or a reference. Raises as `train_policy`.
+    """
+    plain = {"policy_loss": "pg", "use_kl_loss": False, "entropy_coef": 0.0}
+    train = train.model_copy(update=plain)
+    temperature, engine.temperature = engine.temperature, 1.0
+    state = task.resumed or _look_before(engine, task, role=train, reference=None)
+    objective = PolicyObjective(train)
+
+    def loss(batch: MicroBatch, logits_bSV: torch.Tensor) -> Any:
+        total, report = objective.loss(batch, *predict(engine, batch, logits_bSV))
+        return total, count(batch.denominator, logits_bSV), report
+
+    arrays_R = {"advantages": torch.ones_like(state.proximal), "proximal": state.proximal}
+    updates = _Updates(engine, task, train, objective.sums, loss, train.check_first_ratio)
+    with engine.meter.phase("actor_train"):
+        done = updates.run(state, arrays_R)
+    engine.temperature = temperature
+    return done.summarize("train/")
 
 
 def train_critic(
@@ -169,7 +199,9 @@ def train_critic(
 
     arrays_R = {"values": state.proximal, "returns": returns_R}
     updates = _Updates(engine, task, critic, objective.sums, loss, FIRST_VALUE_TOLERANCE)
-    return updates.run(state, arrays_R).summarize("train/critic-")
+    with engine.meter.phase("critic_train"):
+        done = updates.run(state, arrays_R)
+    return done.summarize("train/critic-")
 
 
 #: Largest |value - value before the update| accepted before the critic's first step.
@@ -215,13 +247,13 @@ class _Updates:
         parts = run_microbatches(engine.model, microbatches, self.loss)
         report = _reduce_report(parts, microbatches, self.sums)
         where = f"optimizer step {engine.optimizer_steps + 1}"
-        _check_finite(report[self.sums[0]], what="the loss", where=where)
+        check_finite(report[self.sums[0]], what="the loss", where=where)
         if is_first:
-            _check_first_ratio(report["ratio_max"], limit=self.first_limit, where=where)
+            check_first_ratio(report["ratio_max"], limit=self.first_limit, where=where)
 
         # Megatron steps on a gradient that is not finite unless it scales the loss (fp16).
         engine.optimizer.prepare_grads()
-        _check_finite(engine.optimizer.get_grad_norm(), what="the gradient's norm", where=where)
+        check_finite(engine.optimizer.get_grad_norm(), what="the gradient's norm", where=where)
         report["lr"] = current_lr(engine.optimizer)
         _, report["grad_norm"], _ = engine.optimizer.step()
         engine.scheduler.step(increment=1)
@@ -303,30 +335,13 @@ def _look_before(
     passes = plan_passes(engine, task.samples, role=role)
     whole = partial(whole_rollout, task.samples, passes)
     budget = role.log_probs_max_tokens_per_gpu
-    proximal_R = whole(policy_logprobs(engine, passes, max_tokens=budget))
+    with engine.meter.phase("log_probs"):
+        proximal_R = whole(policy_logprobs(engine, passes, max_tokens=budget))
     known_R = task.signals.reference
     if known_R is None and reference is not None:
-        known_R = whole(reference(passes))
+        with engine.meter.phase("ref_log_probs"):
+            known_R = whole(reference(passes))
     return StepState(proximal_R, known_R)
-
-
-def _check_first_kl(task: Task, signals: Signals, *, train: Train) -> dict[str, float]:
-    """The KL to the reference before the update; in iteration 0 it is 0 if that is the policy.
-
-    task.is_first: whether the reference is the policy that is trained now.
-    """
-    if signals.reference is None or signals.proximal is None:
-        return {}
-    mask_R = torch.from_numpy(task.samples.loss_mask) != 0
-    away_R = (signals.proximal - signals.reference)[mask_R].double()
-    kl = float(away_R.mean()) if len(away_R) else 0.0
-    if task.is_first and not abs(kl) <= train.check_first_kl:
-        raise NumericsError(
-            f"before the first optimizer step the policy's KL to the reference is {kl:.3g}, but "
-            f"they are the same model; train.check_first_kl allows {train.check_first_kl:.3g}",
-            hint="the reference was loaded wrongly, or computes in another precision",
-        )
-    return {"train/first_kl": kl}
 
 
 def _reduce_report(
@@ -347,22 +362,3 @@ def _reduce_report(
         name: float(value) / denominator for name, value in zip(names, sums[:-1], strict=True)
     }
     return report | {"ratio_max": float(ratio)}
-
-
-def _check_finite(value: Any, *, what: str, where: str) -> None:
-    if not math.isfinite(float(value)):
-        raise NumericsError(
-            f"{what} is {float(value)} at {where}; the optimizer has not taken that step",
-            hint="look at the rewards and log-probabilities of this rollout; lower the rate",
-        )
-
-
-def _check_first_ratio(value: float, *, limit: float, where: str) -> None:
-    # Written so that NaN fails too.
-    if not value <= limit:
-        raise NumericsError(
-            f"before {where} the policy differs from itself: |ratio - 1| is {value:.3g}, "
-            f"train.check_first_ratio allows {limit:.3g}",
-            hint="the same model gave other log-probabilities twice: dropout, or a kernel that "
-            "is not deterministic",
-        )

@@ -31,7 +31,6 @@ from slurm_rl.config.schema import Settings
 from slurm_rl.config.train_schema import Critic
 from slurm_rl.errors import CorruptError
 from slurm_rl.seeds import derive_seed
-from slurm_rl.storage.durable import list_files
 from slurm_rl.train import checkpoint, distributed, rng
 from slurm_rl.train.batch import MicroBatch, Samples, check_samples
 from slurm_rl.train.chunks import model_chunks
@@ -39,19 +38,21 @@ from slurm_rl.train.distributed import World
 from slurm_rl.train.export import export_weights, read_companions
 from slurm_rl.train.forward import Engine, policy_logprobs
 from slurm_rl.train.geometry import Geometry, read_geometry
+from slurm_rl.train.host_memory import gathered_bytes
 from slurm_rl.train.loading import load_weights
+from slurm_rl.train.meter import rate
 from slurm_rl.train.model import build_model, model_config, wrap_model
 from slurm_rl.train.optimizer import build_optimizer, build_scheduler, current_lr
 from slurm_rl.train.options import MegatronOptions, split_megatron
 from slurm_rl.train.others import other_logprobs
 from slurm_rl.train.partial import Partial, StepState, delete_partials, read_state, save_state
 from slurm_rl.train.probe import measure_probe
+from slurm_rl.train.saving import WEIGHTS_DIR, seal_role, write_checkpoint
 from slurm_rl.train.scopes import (
     deterministic_scope,
     explaining_a_full_disk,
     megatron_scope,
 )
-from slurm_rl.train.sealing import seal_shares
 from slurm_rl.train.step import (
     Task,
     Work,
@@ -64,9 +65,6 @@ from slurm_rl.train.values import critic_values
 from slurm_rl.train.weighting import counts_tokens
 from slurm_rl.train.weights import WeightsLayout, read_layout
 from slurm_rl.types import FileEntry
-
-CHECKPOINT_DIR = "checkpoint"
-WEIGHTS_DIR = "weights"
 
 
 class Trainer:
@@ -151,6 +149,11 @@ class Trainer:
     def lr(self) -> float:
         """The learning rate of the next optimizer step."""
         return current_lr(self._engine.optimizer)
+
+    @property
+    def save_need(self) -> int:
+        """Bytes of this node's memory that a save takes at most (`host_memory.py`)."""
+        return gathered_bytes(self.model, num_ranks=self.world.size, num_nodes=self.world.num_nodes)
 
     @property
     def schedule_step(self) -> int:
@@ -241,14 +244,15 @@ class Trainer:
                 first_gap=first_gap,
             )
         self._move_on(work.samples)
-        return metrics
+        return metrics | self._performance(work.samples, "actor_train")
 
     def values(self, samples: Samples) -> torch.Tensor:
         """A critic's values of the response tokens, float32[R] on every rank; 0 where masked."""
         self._check(samples)
         with self._at_work():
             passes = plan_passes(self._engine, samples, role=self.role)
-            values = critic_values(self._engine, passes)
+            with self._engine.meter.phase("values"):
+                values = critic_values(self._engine, passes)
             return whole_rollout(samples, passes, values)
 
     def step_critic(self, work: Work, returns_R: torch.Tensor) -> dict[str, float]:
@@ -259,7 +263,7 @@ class Trainer:
                 self._engine, self._task(work), critic=self.role, returns_R=returns_R
             )
         self._move_on(work.samples)
-        return metrics
+        return metrics | self._performance(work.samples, "critic_train")
 
     def stand_at(self, iteration: int) -> None:
         """Go on with `iteration`: a checkpoint that was carried forward is of an earlier one."""
@@ -281,8 +285,21 @@ class Trainer:
             hooks=work.hooks,
             seed=derive_seed(self.settings.seed, self.kind, self.progress.iteration),
             is_first=work.is_first,
+            is_supervised=work.is_supervised,
             resumed=resumed,
             after_step=partial(self._keep, work.attempt_dir, work.made_from),
+        )
+
+    def _performance(self, samples: Samples, phase: str) -> dict[str, float]:
+        """Times of the iteration's phases, and what the rate of its updates is worth."""
+        times = self._engine.meter.take()
+        return times | rate(
+            self._config,
+            samples,
+            phase=phase,
+            seconds=times[f"perf/{phase}_time"],
+            vocab_size=self.geometry.vocab_size,
+            passes=3.0 * self.role.epochs,
         )
 
     def _move_on(self, samples: Samples) -> None:
@@ -308,7 +325,8 @@ class Trainer:
             with self._at_work():
                 self._write_checkpoint(attempt_dir)
             self.export(attempt_dir / WEIGHTS_DIR)
-            entries = self._seal(attempt_dir)
+            with megatron_scope():
+                entries = seal_role(attempt_dir, rank=self.world.rank, num_ranks=self.world.size)
         if self.world.rank == 0:
             delete_partials(attempt_dir)
         return entries
@@ -316,18 +334,12 @@ class Trainer:
     def _write_checkpoint(self, folder: Path) -> None:
         """`folder/checkpoint`, with the random state as it is now: called while at work."""
         self._gather_parameters()
-        if self.world.rank == 0:
-            (folder / CHECKPOINT_DIR).mkdir(parents=True)
-        dist.barrier()
-        # Other nodes may see it late; being told that it exists, they look again.
-        (folder / CHECKPOINT_DIR).mkdir(parents=True, exist_ok=True)
-        checkpoint.save(
-            folder / CHECKPOINT_DIR,
+        write_checkpoint(
+            folder,
             model=self.model,
-            optimizer=self._engine.optimizer,
-            scheduler=self._engine.scheduler,
-            rng=rng.capture(),
+            engine=self._engine,
             progress=self.progress,
+            rank=self.world.rank,
         )
 
     def _keep(
@@ -372,18 +384,6 @@ class Trainer:
         # With this overlap Megatron leaves the last update to the next forward pass.
         if self._engine.model.ddp_config.overlap_param_gather:
             self._engine.model.start_param_sync(force_sync=True)
-
-    def _seal(self, attempt_dir: Path) -> list[FileEntry]:
-        """Fsync and digest: each rank its own tensor files, rank 0 the rest."""
-        names = [
-            f"{folder}/{name}"
-            for folder in (
-                (CHECKPOINT_DIR, WEIGHTS_DIR) if self.world.rank == 0 else (CHECKPOINT_DIR,)
-            )
-            for name in list_files(attempt_dir / folder)
-        ]
-        with megatron_scope():
-            return seal_shares(attempt_dir, names, rank=self.world.rank, num_ranks=self.world.size)
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import trains
 
 _BASE = {
     "hidden_size": 32,
@@ -151,6 +153,21 @@ def forward(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     with torch.no_grad():
         return model(tokens, positions, None)
+
+
+def run_ranks(target: Callable[..., None], root: Path, *arguments: Any) -> None:
+    """`target(rank, 2, log, root, *arguments)` in two processes; AssertionError with what they
+    wrote if one fails."""
+    logs = [root / f"rank-{rank}.log" for rank in (0, 1)]
+    start = trains.RANKS.Process
+    ranks = [start(target=target, args=(r, 2, logs[r], root, *arguments)) for r in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(timeout=100)
+        rank.kill()  # one that still runs: its exit code says so
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0, 0], "\n".join(log.read_text() for log in logs)
 
 
 #: Layouts of two ranks: what Megatron's groups get, and what `train.megatron` says besides.

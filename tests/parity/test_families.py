@@ -5,7 +5,6 @@ import functools
 import family_models
 import pytest
 import torch
-import trains
 
 from slurm_rl.train.solo import alone
 
@@ -82,18 +81,7 @@ def test_gradients_are_those_of_transformers(root, name):
 @pytest.fixture(scope="module")
 def exported(root):
     """`root`, with every layout of two ranks exported; the ranks are started once for all."""
-    logs = [root / f"rank-{rank}.log" for rank in (0, 1)]
-    ranks = [
-        trains._RANKS.Process(target=family_models.export_in_ranks, args=(r, 2, logs[r], root))
-        for r in (0, 1)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(timeout=100)
-        rank.kill()
-        rank.join()
-    assert [rank.exitcode for rank in ranks] == [0, 0], "\n".join(log.read_text() for log in logs)
+    family_models.run_ranks(family_models.export_in_ranks, root)
     return root
 
 

@@ -13,7 +13,17 @@ LAYOUTS = {
     "data": {},
     "tensor": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pipeline": {"pipeline_model_parallel_size": 2},
+    "context": {"context_parallel_size": 2},
+    "interleaved": {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+    },
 }
+#: Layouts that are tried on packed samples, against padded ones of one rank; and with more layers.
+PACKED = {"context": 20, "interleaved": 40}
+LAYERS = {"interleaved": 4}
+#: Adam turns a tiny difference of a tiny gradient into one of the size of the rate.
+RATE = 1e-3
 #: What must agree between layouts, with its tolerance.
 COMPARED = {
     "train/loss": 1e-5,
@@ -28,21 +38,25 @@ COMPARED = {
 }
 
 
-def layout_settings(root, layout, *, ranks, family=None):
+def layout_settings(root, layout, *, ranks):
+    """Settings of `layout` on two ranks; on one rank those that it is compared with."""
     # Tied embeddings: under pipelines two ranks hold them, in a bucket of their own. Qwen2:
     # biases whose sizes leave padding between the buckets. Qwen3: norms of queries and keys,
     # whose gradients tensor ranks must sum.
+    train = {"num_ranks": ranks, "use_kl_loss": True, "kl_loss_coef": 0.1}
+    if ranks > 1 and layout in PACKED:
+        train |= {
+            "max_tokens_per_gpu": PACKED[layout],
+            "log_probs_max_tokens_per_gpu": 2 * PACKED[layout],
+        }
     return trains.tiny_settings(
         root,
-        family=family or family_of(layout),
+        family="qwen2" if "pipeline_model_parallel_size" in LAYOUTS[layout] else "qwen3",
         tied=True,
-        train={"num_ranks": ranks, "use_kl_loss": True, "kl_loss_coef": 0.1},
-        megatron=layout,
+        model={"num_hidden_layers": LAYERS.get(layout, 2)},
+        train=train,
+        megatron=LAYOUTS[layout] if ranks > 1 else {},
     )
-
-
-def family_of(layout):
-    return "qwen2" if "pipeline_model_parallel_size" in layout else "qwen3"
 
 
 def assert_agree(found, expected):
@@ -67,18 +81,18 @@ def one_rank(tmp_path_factory, made_models):
     known = {}
 
     def train(layout):
-        family = family_of(LAYOUTS[layout])
-        if family not in known:
-            root = tmp_path_factory.mktemp(family)
-            settings = layout_settings(root, {}, ranks=1, family=family)
+        root = tmp_path_factory.mktemp(layout)
+        settings = layout_settings(root, layout, ranks=1)
+        key = settings.init_model.model_dump_json()
+        if key not in known:
             init, done = made_models(settings), []
             before = init
             for i in range(2):
                 order = trains.train_order(root, before, f"a-{i}", reference=init)
                 done.append((order, run_train(order, settings)))
                 before = trains.trained(*done[-1])
-            known[family] = init, done
-        return known[family]
+            known[key] = init, done
+        return known[key]
 
     return train
 
@@ -87,7 +101,7 @@ def one_rank(tmp_path_factory, made_models):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_train_and_resume_as_one_does(tmp_path, one_rank, layout):
     init, ((_, first), (order, second)) = one_rank(layout)
-    settings = layout_settings(tmp_path, LAYOUTS[layout], ranks=2)
+    settings = layout_settings(tmp_path, layout, ranks=2)
     stayed = trains.train_in_ranks(
         tmp_path, settings, init, num=2, name="stayed", iterations=2, reference=init
     )
@@ -95,8 +109,7 @@ def test_two_ranks_train_and_resume_as_one_does(tmp_path, one_rank, layout):
     assert_agree(stayed[1][1], second)
     for done in stayed:
         trains.assert_probe(*done)
-    # Adam turns a tiny difference of a tiny gradient into one of the size of the rate.
-    assert largest_difference(weights(stayed[1][0]), weights(order)) < 2e-4
+    assert largest_difference(weights(stayed[1][0]), weights(order)) < RATE
 
     before = trains.trained(*stayed[0])
     ((_, resumed),) = trains.train_in_ranks(
@@ -107,17 +120,17 @@ def test_two_ranks_train_and_resume_as_one_does(tmp_path, one_rank, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+@pytest.mark.parametrize("layout", ["tensor", "pipeline", "interleaved"])
 def test_a_checkpoint_of_one_rank_goes_on_in_another_layout(tmp_path, one_rank, layout):
     init, (first, (order, second)) = one_rank(layout)
-    settings = layout_settings(tmp_path, LAYOUTS[layout], ranks=2)
+    settings = layout_settings(tmp_path, layout, ranks=2)
     ((moved, result),) = trains.train_in_ranks(
         tmp_path, settings, trains.trained(*first), num=2, name="moved", reference=init
     )
     assert_agree(result, second)
-    assert largest_difference(weights(moved), weights(order)) < 2e-4
+    assert largest_difference(weights(moved), weights(order)) < RATE
     # And back again to one rank.
-    alone = layout_settings(tmp_path, {}, ranks=1, family=family_of(LAYOUTS[layout]))
+    alone = layout_settings(tmp_path, layout, ranks=1)
     back = trains.train_order(tmp_path, trains.trained(moved, result), "back", reference=init)
     assert torch.isfinite(torch.tensor(run_train(back, alone).metrics["train/loss"]))
 
@@ -144,7 +157,7 @@ def test_a_last_step_that_is_smaller_is_the_same_on_two_ranks(tmp_path, made_mod
     for name in names:
         wanted = pytest.approx(first.metrics[name], rel=COMPARED[name], abs=COMPARED[name])
         assert second.metrics[name] == wanted, name
-    assert largest_difference(weights(one), weights(two)) < 2e-4
+    assert largest_difference(weights(one), weights(two)) < RATE
     for result in (first, second):
         assert result.content["optimizer_steps"] == result.content["schedule_step"] == 2
         assert result.content["num_samples_trained"] == num
@@ -153,6 +166,6 @@ def test_a_last_step_that_is_smaller_is_the_same_on_two_ranks(tmp_path, made_mod
 @pytest.mark.slow
 def test_one_rank_of_two_is_an_error_never_a_world_of_one(tmp_path, one_rank):
     init, _ = one_rank("data")
-    settings = layout_settings(tmp_path, {}, ranks=2)
+    settings = layout_settings(tmp_path, "data", ranks=2)
     with pytest.raises(AssertionError, match="WORLD_SIZE = 1, but the configuration makes 2"):
         trains.train_in_ranks(tmp_path, settings, init, num=1, name="alone", reference=init)

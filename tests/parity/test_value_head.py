@@ -3,7 +3,6 @@
 import family_models
 import pytest
 import torch
-import trains
 
 from slurm_rl.errors import CorruptError
 from slurm_rl.stages.critic_model import make_critic
@@ -55,20 +54,7 @@ def test_values_and_bytes(root, tmp_path, name):
 def test_values_and_gradients_do_not_depend_on_tensor_ranks(root):
     """Under sequence parallelism too: a gradient that was summed instead of cut would be twice."""
     models = ["llama-tied", "glm4"]
-    logs = [root / f"rank-{rank}.log" for rank in (0, 1)]
-    ranks = [
-        trains._RANKS.Process(
-            target=family_models.value_gradients_in_ranks, args=(r, 2, logs[r], root, models)
-        )
-        for r in (0, 1)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(timeout=100)
-        rank.kill()
-        rank.join()
-    assert [rank.exitcode for rank in ranks] == [0, 0], "\n".join(log.read_text() for log in logs)
+    family_models.run_ranks(family_models.value_gradients_in_ranks, root, models)
     for name in models:
         with alone():
             alone_now = family_models.value_gradients(root / name)

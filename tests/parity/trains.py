@@ -277,3 +277,9 @@ def work(samples: SampleBatch) -> Any:
     from slurm_rl.train.step import Work
 
     return Work(samples)
+
+
+def facts(result: Result) -> tuple[Any, ...]:
+    """What two runs must have in common: all but the times."""
+    metrics = {name: v for name, v in result.metrics.items() if not name.startswith("perf/")}
+    return result.files, result.content, metrics

@@ -65,6 +65,9 @@ OUT = "take it out"
         ({"teacher": {**TEACHER, "sglang": {"tp_size": 1}}}, f'teacher.sglang = {{"tp_size": 1}} has no effect with backend: megatron; {OUT}'),
         ({"teacher": {**TEACHER, "kl_direction": "forward"}}, 'teacher.kl_direction = "forward" has no effect without top_logprobs_num: a sampled token knows the reverse KL alone; set top_logprobs_num'),
         ({"teacher": {**TEACHER, "backend": "sglang"}, "rollout__rollout_temperature": 0.8}, 'teacher.backend = "sglang" computes log-probs at temperature 1, but the rollout\'s is 0.8; use backend: megatron, or rollout.rollout_temperature: 1.0'),
+        ({"train__sft_iterations": 3, "rollout__label_key": "a"}, "train.sft_iterations = 3 leaves nothing to sample of num_rollout = 3 iterations; lower it"),
+        ({"train__sft_iterations": 1}, "train.sft_iterations = 1 needs answers, but the data set data has no label_key; set rollout.label_key"),
+        ({**PPO, "train__sft_iterations": 1, "rollout__label_key": "a"}, "train.sft_iterations = 1 cannot be with a critic, which has nothing to say of labels; tune in a run of its own, and start from its weights"),
         ({**PPO, "critic": {"megatron": {"lr": 1e-5, "zq": 1}}}, "critic.megatron.zq is not a setting of Megatron-core"),
     ],
 )  # fmt: skip

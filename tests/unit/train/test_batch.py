@@ -234,6 +234,11 @@ def test_packed_or_padded_every_trained_token_has_the_same_values(
     assert sum(packed.lengths) == packed.tokens_bS.shape[1]
     assert packed.tokens_bS.shape[1] % length == 0
     assert all(own % sequence == 0 for own in packed.lengths)
+    # Each sample begins where those before it, with their padding, end.
+    starts = [sum(packed.lengths[:row]) for row in range(3)]
+    begins = [[1, 2, 10, 11], [3, 12, 13, 14], [4, 5, 6, 15]]
+    for start, i in zip(starts, members, strict=True):
+        assert packed.tokens_bS[0, start : start + 4].tolist() == begins[i]
 
 
 @given(

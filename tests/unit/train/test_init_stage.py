@@ -125,7 +125,7 @@ def truncate(folder):
         (lambda folder: (folder / "config.json").unlink(), r"no config\.json"),
         (
             set_config(model_type="gpt2"),
-            "'gpt2' is not supported; supported are deepseek_v3, glm4, llama",
+            "'gpt2' is not supported; supported are deepseek_v3, glm4, ",
         ),
         (set_config(num_hidden_layers=2), r"model\.layers\.1\..* is missing"),
         (set_config(tie_word_embeddings=True, num_hidden_layers=0), "is not part of such a model"),
