@@ -25,6 +25,7 @@ _TWICE = "the same tokens must get the same log-probs twice"
 _REWARD = "the reward is the objective, and its weight would change with the samples' lengths"
 _DROPPED = "tokens would be dropped, depending on what is batched with them"
 _SHARDED = "its parameters and checkpoints are in a form of their own"
+_EVEN = "layers are split evenly over the pipeline"
 _MODEL = "routing is the model's own"
 
 MEGATRON_ONLY: Mapping[str, Only] = {
@@ -41,6 +42,12 @@ MEGATRON_ONLY: Mapping[str, Only] = {
     "overlap_param_gather_with_optimizer_step": Only(
         (False,), "a checkpoint knows one optimizer, not one for each chunk of the model"
     ),
+    "pipeline_model_parallel_layout": Only((None,), _EVEN),
+    "num_layers_in_first_pipeline_stage": Only((None,), _EVEN),
+    "num_layers_in_last_pipeline_stage": Only((None,), _EVEN),
+    "account_for_embedding_in_pipeline_split": Only((False,), _EVEN),
+    "account_for_loss_in_pipeline_split": Only((False,), _EVEN),
+    "overlap_moe_expert_parallel_comm": Only((False,), "its schedule takes the model apart"),
     "gradient_accumulation_fusion": Only((False,), "its kernel is Apex's"),
     "hybrid_context_parallel": Only((False,), "max_tokens_per_gpu balances the samples"),
     "hierarchical_context_parallel_sizes": Only(

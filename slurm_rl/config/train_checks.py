@@ -23,7 +23,6 @@ from slurm_rl.config.roles import (
 from slurm_rl.config.schema import Settings
 from slurm_rl.config.stages import (
     is_megatron_stage,
-    moves_reference,
     needs_reference_stage,
     stage_kinds,
     uses_reference,
@@ -170,9 +169,6 @@ def check_reference(settings: Settings) -> Problems:
     if reference.update_interval is not None and reference.ema is not None:
         rule = "is given beside update_interval"
         yield Problem(("reference", "ema"), rule, "keep one of the two", reference.ema)
-    if moves_reference(settings) and settings.chain.lag:
-        rule = "cannot be with chain.lag = 1: the reference would be of another version each time"
-        yield Problem(("reference",), rule, "use lag: 0, or a reference that does not move")
 
 
 def check_correction(settings: Settings) -> Problems:

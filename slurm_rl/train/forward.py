@@ -214,7 +214,7 @@ def _budget(engine: Engine, max_tokens: int) -> Budget:
 
 def _num_missing(num: int, config: Any) -> int:
     """How many micro-batches a schedule needs beyond this rank's `num`: an interleaved pipeline a
-    multiple of its ranks, experts as many as any rank that they are shared with."""
+    multiple of its groups, experts as many as any rank that they are shared with."""
     wanted = num
     if config.expert_model_parallel_size > 1:
         most = torch.tensor(num, device=torch.cuda.current_device())
@@ -222,7 +222,7 @@ def _num_missing(num: int, config: Any) -> int:
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
         wanted = int(most)
     if config.virtual_pipeline_model_parallel_size is not None:
-        wanted = round_up(wanted, config.pipeline_model_parallel_size)
+        wanted = round_up(wanted, config.microbatch_group_size_per_vp_stage)
     return wanted - num
 
 

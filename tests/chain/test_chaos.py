@@ -41,6 +41,7 @@ GROUNDS = st.builds(
     # They add stages, which take twice the time: one run in four has them.
     score=st.sampled_from([False, False, False, True]),
     evals=st.sampled_from([False, False, False, True]),
+    roles=st.sampled_from([False] * 7 + [True]),
 )
 BLOWS = st.builds(
     Blow,

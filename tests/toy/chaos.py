@@ -30,7 +30,7 @@ from toy.hunt import describe
 from toy.judge import Breach, Judge, slots_now
 from toy.mirror_fs import MirrorFs
 from toy.strikes import HONEST, STRIKES, Scene
-from toy.world import HABITS, World, make_settings, record_effects
+from toy.world import HABITS, ROLES, World, make_settings, record_effects
 
 #: Virtual seconds after the last fault within which a run must be complete.
 PATIENCE_S = 6_000.0
@@ -51,7 +51,8 @@ _HALTS = {
 @dataclass(frozen=True)
 class Ground:
     """A kind of run. site: 0 plain; 1 with `preempt_send_user_signal`; 2 cannot tell a cancelled
-    job from a preempted one; 3 cannot requeue. pools: the last shard has an array of its own."""
+    job from a preempted one; 3 cannot requeue. pools: the last shard has an array of its own.
+    roles: there are a critic, a reference that moves and a teacher."""
 
     lag: int = 0
     shards: int = 1
@@ -63,6 +64,7 @@ class Ground:
     score: bool = False
     evals: bool = False
     pools: bool = False
+    roles: bool = False
 
     def make_world(self, folder: Path) -> World:
         shutil.rmtree(folder / "run", ignore_errors=True)
@@ -83,6 +85,7 @@ class Ground:
             retention=Retention(keep_last=2, gc_grace_s=30.0),
             score={"enabled": self.score},
             eval=EVALS if self.evals else {},
+            **(ROLES if self.roles else {}),
         )
         habits = dataclasses.replace(
             HABITS,
@@ -299,6 +302,7 @@ def undisturbed(ground: Ground) -> dict[str, str]:
         num_iterations=ground.num_iterations,
         score=ground.score,
         evals=ground.evals,
+        roles=ground.roles,
     )
     return _run_undisturbed(plain)[0]
 

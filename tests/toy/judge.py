@@ -221,6 +221,15 @@ class Judge:
         trained = 2 * self._batch * version
         self._rule(content["num_samples_trained"] == trained, f"{slot}: {content}")
 
+    def _check_critic(self, slot: Slot, content: dict[str, Any]) -> None:
+        self._rule(content["version"] == slot.iteration + 1, f"{slot}: {content}")
+
+    def _check_reference(self, slot: Slot, content: dict[str, Any]) -> None:
+        self._rule(content["version"] == slot.iteration, f"{slot}: {content}")
+
+    def _check_teacher(self, slot: Slot, content: dict[str, Any]) -> None:
+        self._rule(content["version"] == 0, f"{slot}: {content}")
+
     def _check_score(self, slot: Slot, content: dict[str, Any]) -> None:
         self._rule(content["num_samples"] == 2 * self._batch, f"{slot}: {content}")
 

@@ -101,10 +101,14 @@ def toy_steps(order: Order, *, fs: Fs = POSIX) -> Steps:
 
 def init_steps(order: Order, settings: dict[str, Any], fs: Fs) -> Generator[float, None, Result]:
     folder = Path(order.attempt_dir)
-    write_state(folder / "weights", {"version": 0, "state": digest_value(settings["seed"])}, fs)
+    names = ["weights", *(["critic"] if settings.get("critic") is not None else [])]
+    for name in names:
+        state = digest_value([settings["seed"], name] if name == "critic" else settings["seed"])
+        write_state(folder / name, {"version": 0, "state": state}, fs)
     yield WORK_S
-    files = seal_files(folder, ["weights/state.json"], fs=fs)
-    return Result(files, {"weights": {"version": 0, "digest": digest_entries(files)}})
+    files = seal_files(folder, [f"{name}/state.json" for name in names], fs=fs)
+    weights = [entry for entry in files if entry.path.startswith("weights/")]
+    return Result(files, {"weights": {"version": 0, "digest": digest_entries(weights)}})
 
 
 def rollout_steps(order: Order, settings: dict[str, Any], fs: Fs) -> Generator[float, None, Result]:
@@ -163,6 +167,7 @@ def train_steps(order: Order, settings: dict[str, Any], fs: Fs) -> Generator[flo
         if scores != make_scores(samples):
             raise CorruptError(f"iteration {order.iteration}: scores of other samples")
         trained_on.append(scores)
+    trained_on += read_signals(order, samples, fs)
     if before["version"] != order.iteration:
         raise CorruptError(f"iteration {order.iteration}: continues version {before['version']}")
     yield WORK_S
@@ -183,6 +188,75 @@ def train_steps(order: Order, settings: dict[str, Any], fs: Fs) -> Generator[flo
         "num_samples_trained": trained,
     }
     return Result(files, content)
+
+
+def reference_steps(
+    order: Order, settings: dict[str, Any], fs: Fs
+) -> Generator[float, None, Result]:
+    """A reference that moves: its state is made of its last one and of the policy's."""
+    folder, last = Path(order.attempt_dir), order.input("reference")
+    policy = read_policy(order.input("weights"), fs)
+    name = "weights" if last.kind == "init" else "reference"
+    before = read_state(last, f"{name}/state.json", fs)
+    if policy["version"] != order.iteration or before["version"] != max(0, order.iteration - 1):
+        raise CorruptError(f"reference {order.iteration}: {policy['version']}, {before['version']}")
+    yield WORK_S
+    state = digest_value([before["state"], policy["state"]])
+    write_state(folder / "reference", {"version": order.iteration, "state": state}, fs)
+    signals = write_signals(order, state, fs)
+    files = seal_files(folder, ["reference/state.json", signals], fs=fs)
+    return Result(files, {"version": order.iteration})
+
+
+def teacher_steps(order: Order, settings: dict[str, Any], fs: Fs) -> Generator[float, None, Result]:
+    """It knows nothing but the rollout."""
+    yield WORK_S
+    name = write_signals(order, "teacher", fs)
+    return Result(seal_files(Path(order.attempt_dir), [name], fs=fs), {"version": 0})
+
+
+def critic_steps(order: Order, settings: dict[str, Any], fs: Fs) -> Generator[float, None, Result]:
+    """Values of the rollout by the state before, and the state after."""
+    folder, source = Path(order.attempt_dir), order.input("checkpoint")
+    name = "critic" if source.kind == "init" else "checkpoint"
+    before = read_state(source, f"{name}/state.json", fs)
+    samples = read_samples(order.input("rollout"), fs)
+    check_samples(samples, settings, order.iteration)
+    if before["version"] != order.iteration:
+        raise CorruptError(f"critic {order.iteration}: continues version {before['version']}")
+    seen = read_signals(order, samples, fs)
+    yield WORK_S
+    after = digest_value([before["state"], samples, seen])
+    write_state(folder / "checkpoint", {"version": order.iteration + 1, "state": after}, fs)
+    names = ["checkpoint/state.json", write_signals(order, before["state"], fs)]
+    return Result(seal_files(folder, names, fs=fs), {"version": order.iteration + 1})
+
+
+def write_signals(order: Order, state: str, fs: Fs) -> str:
+    """What a model in `state` says of the rollout; the name of the file."""
+    samples = read_samples(order.input("rollout"), fs)
+    found = {"samples": digest_value(samples), "signals": digest_value([state, samples])}
+    fs.create(Path(order.attempt_dir) / "signals.json", canonical_json(found))
+    return "signals.json"
+
+
+def read_signals(order: Order, samples: list[dict[str, Any]], fs: Fs) -> list[Any]:
+    """What other stages said of these samples. Raises CorruptError if it was of others."""
+    found = []
+    for role in ("reference", "teacher", "critic"):
+        source = order.inputs.get(role)
+        if source is None or "signals.json" not in source.files:
+            continue
+        check_inputs(source, ["signals.json"], patience_s=0.0, fs=fs)
+        said = json.loads(fs.read(Path(source.files["signals.json"])))
+        if said["samples"] != digest_value(samples):
+            raise CorruptError(f"{order.kind} {order.iteration}: {role} of other samples")
+        found.append(said["signals"])
+    return found
+
+
+def read_policy(source: Input, fs: Fs) -> dict[str, Any]:
+    return read_state(source, "weights/state.json", fs)
 
 
 def score_steps(order: Order, settings: dict[str, Any], fs: Fs) -> Generator[float, None, Result]:
@@ -240,6 +314,9 @@ PROGRAMS = {
     "init": init_steps,
     "rollout": rollout_steps,
     "score": score_steps,
+    "reference": reference_steps,
+    "teacher": teacher_steps,
+    "critic": critic_steps,
     "train": train_steps,
     "eval": eval_steps,
 }

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slurm_rl.chain.advance import Ask, Chain, advance
 from slurm_rl.chain.evals import Evals, read_evals
@@ -92,6 +93,15 @@ def make_settings(root: Path, **changes: object) -> Settings:
             **changes,
         }
     )
+
+
+#: Changes of `make_settings` that give a run every role.
+ROLES: dict[str, Any] = {
+    "train": {"global_batch_size": 4, "advantage_estimator": "gae", "kl_coef": 0.1},
+    "critic": {},
+    "reference": {"ema": 0.5},
+    "teacher": {"hf_checkpoint": "none"},
+}
 
 
 class World:

@@ -57,7 +57,6 @@ OUT = "take it out"
         ({"reference": {"ema": 0.9}}, "reference.ema = 0.9 has no effect: nothing is measured against a reference; set train.use_kl_loss or train.kl_coef, or take it out"),
         ({**KL, "reference": {"ema": 0.9, "update_interval": 2}}, "reference.ema = 0.9 is given beside update_interval; keep one of the two"),
         ({**KL, "reference": {"num_ranks": 2}}, "reference.num_ranks = 2 has no effect: the reference's log-probs come from the train job; set reference.stage: true"),
-        ({**KL, "reference": {"update_interval": 2}, "chain__lag": 1}, "reference cannot be with chain.lag = 1: the reference would be of another version each time; use lag: 0, or a reference that does not move"),
         ({"train__tis_clip": 3.0}, "train.tis_clip = 3.0 has no effect without use_tis; set use_tis: true, or take it out"),
         ({"train__use_tis": True, "train__tis_clip_low": 2.0}, "train.tis_clip_low = 2.0 is not below tis_clip = 2; lower it"),
         ({"train__rejection": {"low": 1.2, "high": 1.1}}, "train.rejection.low = 1.2 is not below high = 1.1; lower it"),
