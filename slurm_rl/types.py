@@ -21,6 +21,9 @@ JOURNAL_NAME = "journal.jsonl"
 DECISION_PREFIX = "CLOSE-"
 #: Patterns of what a stage keeps of work that a kill must not cost; in the attempt directory.
 KEPT = (JOURNAL_NAME, "partial-*.json")
+#: Key of a commit's content that says why it is not like others of its kind: a policy that was
+#: `carried` forward, an iteration that was `supervised`. Nothing is learnt from it about others.
+UNUSUAL = "unusual"
 #: Format of the run directory. A directory with a larger number is refused.
 RUN_FORMAT = 1
 
@@ -134,7 +137,8 @@ class Input:
     role:    `weights` (what to serve), `previous` (the rollout before: its data cursor),
              `rollout` (the samples to train on), `score` (their rewards, where a stage of its own
              gives them), `checkpoint` (what to continue from), `reference` (the policy that KL is
-             measured against).
+             measured against, or what a stage computed by it), `teacher` (likewise), `critic` (the
+             values that it computed).
     path:    absolute: the committed attempt directory; for an assembled commit the stage
              directory, whose files are to be found through `files` alone.
     files:   logical path (as in `content["files"]`) -> absolute path.

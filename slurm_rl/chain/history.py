@@ -17,7 +17,7 @@ from slurm_rl.storage.claims import read_claims, read_end
 from slurm_rl.storage.commits import DURATIONS, read_commit
 from slurm_rl.storage.control import Control
 from slurm_rl.storage.rundir import RunDir
-from slurm_rl.types import Slot
+from slurm_rl.types import UNUSUAL, Slot
 
 WINDOW = 20
 #: A learnt time is this much longer than what was measured, and this many seconds.
@@ -52,7 +52,9 @@ def read_durations(
         if pool:
             slots = link_slots(graph, control, Link(ref.iteration, (kind,), pool))
         commits = [commit for slot in slots if (commit := read_commit(run, slot)) is not None]
-        durations = [parse_duration(commit.provenance) for commit in commits]
+        # One that was carried forward, or learnt labels, says nothing of those that do the work.
+        usual = [commit for commit in commits if UNUSUAL not in commit.content]
+        durations = [parse_duration(commit.provenance) for commit in usual]
         known = [duration for duration in durations if duration is not None]
         if known:
             found.append(max(known, key=lambda duration: duration.work_s))

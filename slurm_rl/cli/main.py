@@ -173,7 +173,9 @@ def verify(
 @app.command()
 def path(
     run: RunArgument,
-    what: Annotated[str, typer.Argument(help="weights, checkpoint, samples or run.")] = "weights",
+    what: Annotated[
+        str, typer.Argument(help="weights, checkpoint, samples, critic or run.")
+    ] = "weights",
     iteration: Annotated[
         int | None, typer.Option("-i", "--iteration", help="Default: newest.")
     ] = None,

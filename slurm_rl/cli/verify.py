@@ -18,7 +18,14 @@ from slurm_rl.storage.tombstones import explain_pruned, is_pruned, read_pruned
 from slurm_rl.types import Commit, Slot, StageRef
 
 #: What `slurm-rl path` can name, and the stage that makes it.
-_OUTPUTS = {"weights": "train", "checkpoint": "train", "samples": "rollout"}
+_OUTPUTS = {
+    "weights": "train",
+    "checkpoint": "train",
+    "samples": "rollout",
+    "critic": "critic",
+}
+#: Where in an attempt's directory it lies, if not under its own name.
+_FOLDERS = {"critic": "weights"}
 
 
 def verify_run(path: Path, *, iteration: int | None) -> None:
@@ -123,6 +130,8 @@ def find_output(opened: OpenRun, control: Control, what: str, iteration: int | N
         candidates = [iteration, iteration - 1]
     else:
         candidates = [iteration]
+    if _OUTPUTS[what] not in [node.kind for node in graph.stages(0)]:
+        raise NoRunError(f"{opened.run.root}: a run without a {_OUTPUTS[what]} stage has no {what}")
     for i in candidates:
         ref = StageRef(i, _OUTPUTS[what])
         commit = read_current(opened.run, graph, control, ref) if i >= 0 else None
@@ -133,7 +142,8 @@ def find_output(opened: OpenRun, control: Control, what: str, iteration: int | N
                 raise PrunedError(f"{ref}: {explain_pruned(opened.run, slot, pruned)}")
             found = file_path(opened.run, slot, commit, commit.files[0].path).parent
             if what != "samples":
-                found = opened.run.slot_dir(slot) / str(commit.provenance["attempt"]) / what
+                found = opened.run.slot_dir(slot) / str(commit.provenance["attempt"])
+                found = found / _FOLDERS.get(what, what)
             if not found.is_dir():
                 raise CorruptError(f"{found}: committed, but gone", hint="see `slurm-rl verify`")
             return found

@@ -26,6 +26,8 @@ FIXED = (
     "reference.update_interval",
     "reference.ema",
     "teacher.hf_checkpoint",
+    "teacher.top_logprobs_num",
+    "train.sft_iterations",
     "rollout.shards",
     "rollout.pools",
 )

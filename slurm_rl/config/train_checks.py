@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from slurm_rl.config.derive import data_overrides
+from slurm_rl.config.derive import data_overrides, stage_slurm
+from slurm_rl.config.layout import read_layout_sizes
 from slurm_rl.config.problems import Path, Problem
 from slurm_rl.config.roles import (
     LAYOUT,
@@ -27,7 +28,7 @@ from slurm_rl.config.stages import (
     stage_kinds,
     uses_reference,
 )
-from slurm_rl.config.train_schema import Reference, Train, Update
+from slurm_rl.config.train_schema import Forward, Reference, Teacher, Train, Update
 
 Problems = Iterator[Problem]
 
@@ -106,6 +107,8 @@ def check_advantages(settings: Settings) -> Problems:
     kind: str = train.advantage_estimator
     if train.custom_advantage_path is not None:
         kind = "custom_advantage_path"
+        names = ["advantage_estimator", "normalize_advantages_std"]
+        yield from _ignored(train, names, "has no effect beside custom_advantage_path")
     else:
         if kind != "grpo":
             names = ["normalize_advantages_std"]
@@ -127,6 +130,13 @@ def check_advantages(settings: Settings) -> Problems:
 
 def check_policy_loss(settings: Settings) -> Problems:
     train = settings.train
+    if train.custom_reducer_path is not None:
+        rule = "has no effect beside custom_reducer_path"
+        yield from _ignored(train, ["loss_aggregation", "loss_constant_length"], rule)
+        per_token = train.megatron.get("calculate_per_token_loss")
+        if per_token is not None:
+            at: Path = ("train", "megatron", "calculate_per_token_loss")
+            yield Problem(at, rule, "take it out", per_token)
     if train.custom_loss_path is not None:
         yield from _ignored(train, ["policy_loss"], "has no effect beside custom_loss_path")
     elif train.policy_loss == "pg":
@@ -228,6 +238,17 @@ def check_teacher(settings: Settings) -> Problems:
         if value:
             rule = f"has no effect with backend: {teacher.backend}"
             yield Problem(("teacher", name), rule, "take it out", value)
+    if teacher.backend == "megatron" and teacher.concurrency != _field(Teacher, "concurrency"):
+        rule = "has no effect with backend: megatron"
+        yield Problem(("teacher", "concurrency"), rule, "take it out", teacher.concurrency)
+    if not teacher.use_rewards and settings.critic is not None:
+        fix = "take critic out, with advantage_estimator: grpo"
+        rule = "= false leaves nothing for the critic to do: no reward counts"
+        yield Problem(("teacher", "use_rewards"), rule.removeprefix("= false "), fix, False)
+    nodes = int(stage_slurm(settings, "teacher").get("nodes") or 1)
+    if teacher.backend == "sglang" and nodes > 1:
+        rule = "is more than the one node that serves a teacher"
+        yield Problem(("teacher", "slurm", "nodes"), rule, "set it to 1", nodes)
     temperature = settings.rollout.rollout_temperature
     if teacher.backend == "sglang" and temperature != 1.0:
         rule = f"computes log-probs at temperature 1, but the rollout's is {temperature:g}"
@@ -259,6 +280,35 @@ def check_schedule(settings: Settings) -> Problems:
             yield Problem((kind, "lr_warmup_iters"), rule, "lower it", section.lr_warmup_iters)
 
 
+#: Sizes of a layout; the experts' take their ranks from the others'.
+_SIZES = (
+    *LAYOUT,
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+)
+
+
+def check_passes(settings: Settings) -> Problems:
+    """What cuts a stage's passes: samples, or tokens."""
+    kinds = [kind for kind in stage_kinds(settings) if is_megatron_stage(settings, kind)]
+    for kind in kinds:
+        section = settings.stage(kind)
+        assert isinstance(section, Forward)
+        default = _field(Forward, "micro_batch_size")
+        if section.max_tokens_per_gpu is not None and section.micro_batch_size != default:
+            rule = "has no effect beside max_tokens_per_gpu"
+            path: Path = (kind, "micro_batch_size")
+            yield Problem(path, rule, "take it out", section.micro_batch_size)
+    ranks = {kind: num_ranks(settings, kind) for kind in kinds}
+    for kind, number in ranks.items():
+        if settings.chain.pack == "iteration" and number != ranks["train"]:
+            rule = (
+                f"is not train's {ranks['train']}, and chain.pack: iteration runs both in one job"
+            )
+            yield Problem((kind, "num_ranks"), rule, "use the same, or chain.pack: stage", number)
+
+
 def check_layout(settings: Settings) -> Problems:
     for kind in stage_kinds(settings):
         if is_megatron_stage(settings, kind):
@@ -267,7 +317,8 @@ def check_layout(settings: Settings) -> Problems:
 
 def _check_role_layout(settings: Settings, kind: str) -> Problems:
     options, at = role_megatron(settings, kind), (kind, "megatron")
-    wrong = [name for name in LAYOUT if options.get(name, 1) < 1]
+    sizes = {name: options[name] for name in _SIZES if options.get(name) is not None}
+    wrong = [name for name, size in sizes.items() if size < 1]
     for name in wrong:
         yield Problem((*at, name), "must be at least 1", "raise it", options[name])
     if wrong:
@@ -282,9 +333,26 @@ def _check_role_layout(settings: Settings, kind: str) -> Problems:
         if size % copies:
             rule = f"does not divide by the {copies} data-parallel ranks"
             yield Problem((kind, "global_batch_size"), rule, "use a multiple", size)
-    if options.get("sequence_parallel") and options.get("tensor_model_parallel_size", 1) == 1:
+    layout = read_layout_sizes(options)
+    if ranks % layout.expert_size:
+        rule = (
+            f"lays the experts out over {layout.expert_size} ranks"
+            " (expert tensor × expert × pipeline)"
+        )
+        fix = f"the {kind} job has {ranks}: make that a multiple, or lower a size"
+        yield Problem(at, rule, fix)
+    if options.get("sequence_parallel") and layout.tensor == 1:
         rule = "has no effect with tensor_model_parallel_size = 1"
         yield Problem((*at, "sequence_parallel"), rule, "take it out", True)
+    if layout.chunks > 1 and layout.pipeline == 1:
+        name = "virtual_pipeline_model_parallel_size"
+        rule = "has no effect with pipeline_model_parallel_size = 1"
+        yield Problem((*at, name), rule, "take it out", layout.chunks)
+
+
+def _field(section: type[Forward], name: str) -> Any:
+    """What a setting is by default."""
+    return section.model_fields[name].default
 
 
 def _ignored(
@@ -308,5 +376,6 @@ _RULES: tuple[Callable[[Settings], Problems], ...] = (
     check_critic,
     check_teacher,
     check_schedule,
+    check_passes,
     check_layout,
 )

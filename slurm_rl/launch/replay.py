@@ -94,6 +94,12 @@ def put_samples(
     They are taken for samples of the weights that the rollout served, with the rewards that they
     have: a score stage has no say. Raises DataError or CorruptError for a file that holds none.
     """
+    others = [role for role in ("reference", "teacher", "critic") if _has_signals(inputs, role)]
+    if others:
+        raise ConfigError(
+            f"{file}: the {others[0]} stage of this run has scored the rollout's own samples alone",
+            hint="replay without --samples, or in a run without such a stage",
+        )
     version = int(source.content["weights"]["version"])
     folder.mkdir(parents=True)
     if file.suffix == ".safetensors":
@@ -108,6 +114,11 @@ def put_samples(
         content=source.content | {"files": entries},
     )
     return {role: entry for role, entry in inputs.items() if role != "score"} | {"rollout": given}
+
+
+def _has_signals(inputs: Mapping[str, Input], role: str) -> bool:
+    """Whether a stage of the iteration's own computed something for each sample."""
+    return role in inputs and inputs[role].kind == role
 
 
 def count_equal(ours: SampleBatch, theirs: SampleBatch) -> int:

@@ -71,7 +71,8 @@ def critic_iteration(trainer: Trainer, order: Order) -> Result:
     work = Work(
         batch.samples,
         signals=signals,
-        hooks=hooks,
+        # The reducer is the policy loss's; the critic has a `loss_aggregation` of its own.
+        hooks=dataclasses.replace(hooks, reducer=None),
         attempt_dir=folder,
         made_from=made_from(order, settings),
     )

@@ -13,6 +13,7 @@ tests. It refuses models that the trainer does not support before any GPU is ask
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -92,6 +93,8 @@ def _check_others(root: Path, settings: Settings) -> None:
     if (root / "reference").exists():
         check_model(root / "reference")
         _check_vocabulary(root, "reference")
+        if settings.reference.ema is not None:
+            _check_same_shape(root, "reference")
     if (root / "critic").exists():
         _check_vocabulary(root, "critic")
     if teacher is not None:
@@ -100,9 +103,21 @@ def _check_others(root: Path, settings: Settings) -> None:
         _check_vocabulary(root, "teacher")
 
 
+def _check_same_shape(root: Path, name: str) -> None:
+    """An average is of one model: both must be of one shape."""
+    from slurm_rl.train.geometry import read_geometry
+
+    found = [dataclasses.replace(read_geometry(root / f), dtype="") for f in (name, "weights")]
+    if found[0] != found[1]:
+        raise ModelError(
+            f"{name}.ema: {name}.hf_checkpoint has another shape than the policy",
+            hint="an average is of one model; choose a checkpoint of the same",
+        )
+
+
 def _check_vocabulary(root: Path, name: str) -> None:
     """Its tokens must be the policy's: as many, and the same where both say so."""
-    sizes = [_read_vocab_size(root / folder / "config.json") for folder in (name, "weights")]
+    sizes = [read_vocab_size(root / folder / "config.json") for folder in (name, "weights")]
     tables = [_read_vocabulary(root / folder / "tokenizer.json") for folder in (name, "weights")]
     if None not in tables and tables[0] != tables[1]:
         raise ModelError(
@@ -118,7 +133,8 @@ def _check_vocabulary(root: Path, name: str) -> None:
         )
 
 
-def _read_vocab_size(path: Path) -> Any:
+def read_vocab_size(path: Path) -> Any:
+    """Rows of the embedding by a `config.json`; None if it does not say."""
     config: dict[str, Any] = json.loads(path.read_bytes())
     # Models that see have one config inside another.
     return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")

@@ -8,14 +8,12 @@ new from the policy's weights.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
 
 from slurm_rl.config.schema import Settings
 from slurm_rl.config.stages import moves_reference
-from slurm_rl.errors import CorruptError
 from slurm_rl.rollout.samples import TENSORS_NAME, SampleBatch, read_samples
 from slurm_rl.stages.rank import current_rank
 from slurm_rl.stages.signals import write_signals
@@ -24,7 +22,7 @@ from slurm_rl.stages.training import check_same, named
 from slurm_rl.storage.carry import carry_files
 from slurm_rl.storage.damage import check_inputs
 from slurm_rl.storage.digest import digest_entries
-from slurm_rl.storage.durable import list_files, seal_files
+from slurm_rl.storage.durable import VISIBLE_S, list_files, seal_files, wait_for_size
 from slurm_rl.types import FileEntry, Input, Order, Result
 
 FOLDER = "reference"
@@ -53,7 +51,9 @@ def run_reference(order: Order, settings: Settings) -> Result:
         if moves_reference(settings):
             if current_rank(os.environ) == 0:
                 kept = _move(order, settings, source)
-            scorer.wait()
+            kept = scorer.tell(kept)
+            for entry in kept:  # another node may see late what rank 0's wrote
+                wait_for_size(folder / entry.path, entry.size_bytes, patience_s=VISIBLE_S)
             reference_R = scorer.logprobs(folder / FOLDER, samples)
         else:
             _check_share(weights, f"{name}/", settings)
@@ -102,7 +102,6 @@ def _move(order: Order, settings: Settings, before: Input) -> list[FileEntry]:
     from slurm_rl.train.average import average_weights
 
     check_inputs(before, named(before, f"{FOLDER}/"))
-    _check_same_tensors(before, policy)
     average_weights(
         Path(before.path) / FOLDER, Path(policy.path) / "weights", folder / FOLDER, decay=decay
     )
@@ -114,15 +113,3 @@ def _carry_as(source: Input, folder: Path) -> list[FileEntry]:
     """The input's weights, as this attempt's reference."""
     name = reference_folder(source)
     return carry_files(source, named(source, f"{name}/"), folder, renamed=(name, FOLDER))
-
-
-def _check_same_tensors(before: Input, policy: Input) -> None:
-    """An average is of one model: both must be of one shape."""
-    texts = [
-        json.loads(Path(source.files[f"{name}/config.json"]).read_bytes())
-        for source, name in ((before, FOLDER), (policy, "weights"))
-    ]
-    if texts[0] != texts[1]:
-        raise CorruptError(
-            f"{before.path}: the reference's config.json is not the policy's: no average of both"
-        )

@@ -50,7 +50,7 @@ from slurm_rl.storage.commits import read_commit
 from slurm_rl.storage.damage import check_inputs
 from slurm_rl.storage.durable import seal_files
 from slurm_rl.storage.rundir import RunDir
-from slurm_rl.types import Order, Result, Slot
+from slurm_rl.types import UNUSUAL, Order, Result, Slot
 
 log = logging.getLogger(__name__)
 
@@ -220,9 +220,11 @@ def seal(
     log.info(
         "reward %s over %d samples", found.get("rollout/raw_reward", "open"), metrics.num_samples
     )
+    unusual = {UNUSUAL: "supervised"} if is_supervised(settings, order.iteration) else {}
     return Result(
         files,
         content=_content(opened, close, settings)
+        | unusual
         | {"num_samples": metrics.num_samples, "num_groups": metrics.num_groups},
         metrics=found | numbers,
         provenance={"versions": read_versions(), "save_s": round(ended - began, 3)},

@@ -12,17 +12,19 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from slurm_rl.config.schema import Settings
 from slurm_rl.config.train_schema import Teacher
+from slurm_rl.errors import ModelError
 from slurm_rl.rollout.engine import Weights
 from slurm_rl.rollout.samples import SampleBatch
 from slurm_rl.seeds import derive_seed
+from slurm_rl.stages.init import read_vocab_size
 from slurm_rl.stages.rank import current_rank
 from slurm_rl.stages.reference import read_rollout_samples
 from slurm_rl.stages.serving import read_versions
@@ -80,7 +82,8 @@ def _by_megatron(
     with Scorer.open(settings, kind="teacher", attempt_dir=Path(order.attempt_dir)) as scorer:
         if num is None:
             return {"teacher": scorer.logprobs(model, samples)}
-        sampled_R, ids_RK, logprobs_RK = scorer.likeliest(model, samples, num)
+        below = _policy_vocabulary(source, model)
+        sampled_R, ids_RK, logprobs_RK = scorer.likeliest(model, samples, num=num, below=below)
     return {"teacher": sampled_R, "top_ids": ids_RK, "top_logprobs": logprobs_RK}
 
 
@@ -95,30 +98,52 @@ async def _by_sglang(
     num = teacher.top_logprobs_num or 0
     places = asyncio.Semaphore(teacher.concurrency)
 
-    async def score(i: int) -> Any:
+    async def score(i: int) -> tuple[NDArray[Any], ...]:
+        """Of the response: log-probs, and the likeliest tokens' ids and log-probs."""
         async with places:
-            return await engine.scores([int(t) for t in samples.sample_tokens(i)], top_num=num)
+            found = await engine.scores([int(t) for t in samples.sample_tokens(i)], top_num=num)
+        start = int(samples.prompt_lengths[i]) - 1  # the first token has no log-prob
+        return (
+            np.array(found.logprobs[start:], np.float32),
+            np.array(found.top_ids[start:], np.int64),
+            np.array(found.top_logprobs[start:], np.float32),
+        )
 
     try:
         engine.start(weights)
         scored = await asyncio.gather(*(score(i) for i in range(len(samples))))
     finally:
         engine.stop()
-    starts = samples.prompt_lengths.astype(np.int64) - 1  # the first token has no log-prob
-    kept_R = torch.from_numpy(samples.loss_mask) != 0
+    kept_R = samples.loss_mask != 0
 
-    def join(lists: Sequence[Sequence[Any]], kind: Any) -> torch.Tensor:
-        parts = [row for rows, start in zip(lists, starts, strict=True) for row in rows[start:]]
-        values = torch.tensor(parts, dtype=kind)
+    def join(part: int) -> torch.Tensor:
+        values = np.concatenate([one[part] for one in scored])
         # As the other backend has it: nothing where nothing is trained.
         values[~kept_R] = 0
-        return values
+        return torch.from_numpy(values)
 
-    found = {"teacher": join([one.logprobs for one in scored], torch.float32)}
-    if num:
-        found["top_ids"] = join([one.top_ids for one in scored], torch.int64)
-        found["top_logprobs"] = join([one.top_logprobs for one in scored], torch.float32)
-    return found
+    if not num:
+        return {"teacher": join(0)}
+    ids = join(1)
+    _check_ids(order.input("teacher"), ids)
+    return {"teacher": join(0), "top_ids": ids, "top_logprobs": join(2)}
+
+
+def _check_ids(source: Input, ids: torch.Tensor) -> None:
+    """ModelError for a token that the policy does not have: its log-prob would be of nothing."""
+    below, largest = _policy_vocabulary(source, Path(source.path) / FOLDER), int(ids.max())
+    if largest >= below:
+        raise ModelError(
+            f"the teacher finds token {largest} likely, but the policy has {below} tokens",
+            hint="use backend: megatron, which leaves such tokens out",
+        )
+
+
+def _policy_vocabulary(source: Input, teacher: Path) -> int:
+    """Tokens that the policy and the teacher both have: either may be padded."""
+    folders = (teacher, Path(source.path) / "weights")
+    sizes = [read_vocab_size(folder / "config.json") for folder in folders]
+    return min(int(size) for size in sizes if size is not None)
 
 
 def _make_engine(order: Order, settings: Settings, teacher: Teacher) -> SglangEngine:

@@ -34,7 +34,7 @@ from slurm_rl.stages.training import (
 )
 from slurm_rl.storage.carry import carry_files
 from slurm_rl.storage.damage import check_inputs
-from slurm_rl.types import Input, Order, Result
+from slurm_rl.types import UNUSUAL, Input, Order, Result
 
 if TYPE_CHECKING:
     from slurm_rl.train.step import Hooks
@@ -101,6 +101,7 @@ def train_iteration(trainer: Trainer, order: Order) -> Result:
             **saved.content,
             "logprob_gap_first": _first_gap(before.get("logprob_gap_first"), metrics),
             "cursor": order.input("rollout").content.get("cursor", {}),
+            **({UNUSUAL: "supervised"} if work.is_supervised else {}),
         },
         metrics=metrics | batch.metrics() | saved.metrics,
     )
@@ -131,6 +132,7 @@ def carry_policy(order: Order, settings: Settings) -> Result:
             **{name: content[name] for name in kept if name in content},
             "weights": {**content["weights"], "version": order.iteration + 1},
             "carried_since": content.get("carried_since", order.iteration),
+            UNUSUAL: "carried",
             "cursor": order.input("rollout").content.get("cursor", {}),
         },
         metrics={"train/carried": 1.0},
@@ -170,6 +172,9 @@ def _check_rollout(order: Order, settings: Settings) -> None:
         ),
     ):
         check_same(order, what, is_now, should_be)
+    is_labelled = rollout.content.get(UNUSUAL) == "supervised"
+    wanted = is_supervised(settings, order.iteration)
+    check_same(order, "the rollout's being made of labels", is_labelled, wanted)
     cursors = source.content.get("cursor"), rollout.content.get("cursor")
     _check_cursor(*cursors, order, may_stay=admission(settings) == "arrival")
 
@@ -195,9 +200,11 @@ def _check_cursor(before: Any, after: Any, order: Order, *, may_stay: bool) -> N
 
 
 def _is_own_reference(order: Order, settings: Settings) -> bool:
-    """Whether the reference is the policy as it is before its first update."""
+    """Whether the reference is the policy itself, which has not been updated yet."""
     own = settings.reference.hf_checkpoint is None and not moves_reference(settings)
-    return own and order.iteration == 0
+    # Behind a warm-up, or at the start: the policy is still what it began as.
+    carried = order.input("checkpoint").content.get("carried_since") == 0
+    return own and (order.iteration == 0 or carried)
 
 
 def _reference_dir(order: Order, trainer: Trainer) -> Path | None:

@@ -91,7 +91,8 @@ def parting_on_error(trainer: Trainer) -> Iterator[None]:
 def made_from(order: Order, settings: Settings) -> str:
     """Digest of all that an iteration's training depends on."""
     inputs = {role: entry.digest for role, entry in order.inputs.items()}
-    return digest_value({"inputs": inputs, "settings": settings_digest(settings)})
+    code = Path(order.code_dir).name  # a loss that was mended is another one
+    return digest_value({"inputs": inputs, "settings": settings_digest(settings), "code": code})
 
 
 def named(source: Input, prefix: str, *, only: str = "", but: str = "\0") -> list[str]:
@@ -168,7 +169,7 @@ def _describe_process(trainer: Trainer, *, save_s: float) -> dict[str, Any]:
 
 def _load_partial(trainer: Trainer, order: Order, source: Input) -> bool:
     """Go on from a partial save of an earlier attempt, if there is one that is whole."""
-    from slurm_rl.train.partial import find_partial
+    from slurm_rl.train.partial import agree_on, find_partial
 
     if updating_roles(trainer.settings)[trainer.kind].save_steps is None:
         return False
@@ -177,7 +178,7 @@ def _load_partial(trainer: Trainer, order: Order, source: Input) -> bool:
         made_from=made_from(order, trainer.settings),
         num_ranks=trainer.world.size,
     )
-    partial = trainer.agree_on(partial)
+    partial = agree_on(partial)
     if partial is None or not trainer.load_partial(partial):
         return False
     steps, loaded = len(partial.reports), trainer.progress

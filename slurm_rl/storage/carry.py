@@ -6,15 +6,19 @@ file system has no hard links the files are copied, and compared.
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from slurm_rl.errors import CorruptError, StorageError
+from slurm_rl.errors import CorruptError
 from slurm_rl.storage.durable import make_directory, seal_files
 from slurm_rl.storage.fs import POSIX, Fs
 from slurm_rl.types import FileEntry, Input
+
+#: Where there can be no hard link: between file systems, not at all, too many of one file.
+_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS)
 
 
 def carry_files(
@@ -62,6 +66,10 @@ def carry_files(
 def _link(place: Path, target: Path, *, fs: Fs) -> bool:
     try:
         fs.link(place, target)
-    except (OSError, StorageError):
+    except OSError as error:
+        if error.errno == errno.EEXIST and target.samefile(place):
+            return True  # the reply to the first try was lost
+        if error.errno not in _NO_LINKS:
+            raise
         return False
     return True

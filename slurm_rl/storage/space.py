@@ -23,7 +23,7 @@ from slurm_rl.storage.commits import read_commit
 from slurm_rl.storage.control import Control
 from slurm_rl.storage.fs import Fs
 from slurm_rl.storage.rundir import RunDir
-from slurm_rl.types import Commit, Slot, StageRef
+from slurm_rl.types import UNUSUAL, Commit, Slot, StageRef
 
 #: What a stage may need beyond what its last commit took.
 MARGIN = 1.2
@@ -84,7 +84,7 @@ def estimate_need(run: RunDir, settings: Settings, slot: Slot, control: Control)
     if slot.iteration > 0:
         before = Slot(ref.iteration, ref.kind, control.timeline_of(ref), slot.shard)
         commit = read_commit(run, before)
-        if commit is not None:
+        if commit is not None and UNUSUAL not in commit.content:
             return need_like(commit, str(ref))
     return first_need(settings, slot.kind)
 

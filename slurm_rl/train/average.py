@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,14 +13,16 @@ from slurm_rl.train.weights import WeightsReader, read_layout, write_weights
 
 
 def average_weights(old: Path, new: Path, folder: Path, *, decay: float) -> None:
-    """decay × old + (1 − decay) × new of each tensor, in float32, stored as `old` stores it.
+    """decay × old + (1 − decay) × new of each tensor, computed and stored in float32.
 
-    Files, names and dtypes are those of `old`; so is what lies beside the weights. `folder` is made
-    here. One tensor of each is in memory at a time. A crash leaves files that nothing names.
+    In bfloat16 an average that moves by little would not move at all. Files and names are those of
+    `old`; so is what lies beside the weights. `folder` is made here. One tensor of each is in
+    memory at a time. A crash leaves files that nothing names.
     """
-    layout = read_layout(old)
+    source = read_layout(old)
+    layout = replace(source, dtypes=dict.fromkeys(source.dtypes, torch.float32))
     folder.mkdir()
-    with WeightsReader(old, layout) as left, WeightsReader(new, read_layout(new)) as right:
+    with WeightsReader(old, source) as left, WeightsReader(new, read_layout(new)) as right:
 
         def mixed() -> Iterator[tuple[str, torch.Tensor]]:
             for name in sorted(layout.dtypes):

@@ -68,7 +68,6 @@ class MicroBatch:
     served_N:    bool, whether a token is of the weights that the rollout served, not of older ones.
     arrays:      what else goes with the trained tokens, by name: `advantages`, `values`, ….
     denominator: what this micro-batch adds to the step's denominator.
-    Filled by the step before the first update: proximal_N, reference_N, correction_N.
     """
 
     tokens_bS: torch.Tensor
@@ -82,9 +81,6 @@ class MicroBatch:
     num_sequences: int
     lengths: tuple[int, ...] | None = field(default=None)
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)
-    proximal_N: torch.Tensor | None = field(default=None)
-    reference_N: torch.Tensor | None = field(default=None)
-    correction_N: torch.Tensor | None = field(default=None)
 
     def to(self, device: Any) -> MicroBatch:
         """The same with every tensor on `device`."""
@@ -271,8 +267,12 @@ def rollout_weights(samples: Samples, *, per_token: bool) -> torch.Tensor:
     )
 
 
-def check_samples(samples: Samples, *, vocab_size: int, max_positions: int) -> None:
+def check_samples(
+    samples: Samples, *, vocab_size: int, max_positions: int, is_graded: bool = True
+) -> None:
     """DataError unless every sample can be trained on by this model.
+
+    is_graded: False for a model that only scores them; their rewards may be open still.
 
     Checked: there are samples; prompts are not empty; lengths fit the model; tokens are in the
     vocabulary; rewards and log-probabilities are finite.
@@ -290,7 +290,10 @@ def check_samples(samples: Samples, *, vocab_size: int, max_positions: int) -> N
             bool((samples.tokens < 0).any() or (samples.tokens >= vocab_size).any()),
             f"a token is outside the model's vocabulary of {vocab_size}",
         ),
-        (not np.isfinite(samples.rewards).all(), "a reward is not finite"),
+        (
+            is_graded and not np.isfinite(samples.rewards).all(),
+            "a reward is not finite",
+        ),
         (not np.isfinite(logprobs).all(), "a rollout log-probability is not finite"),
     )
     for wrong, message in checks:

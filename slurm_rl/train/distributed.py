@@ -34,6 +34,7 @@ RENDEZVOUS = "rendezvous"
 LOWEST_PORT = 20000
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 MEETING_TIMEOUT_S = 300.0
+COLLECTIVE_TIMEOUT_S = 3600.0
 _POLL_S = 0.05
 
 
@@ -96,6 +97,9 @@ def join(world: World, *, attempt_dir: Path, settings: Settings, layout: Layout)
         store=_meet(world, attempt_dir=attempt_dir, settings=settings),
         rank=world.rank,
         world_size=world.size,
+        # A rank may have much to write while the others wait; one that hangs, the stage's deadline
+        # ends.
+        timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         device_id=torch.device("cuda", torch.cuda.current_device()) if cuda else None,
     )
     parallel_state.initialize_model_parallel(

@@ -11,6 +11,7 @@ columns of this tensor rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -61,6 +62,15 @@ class Engine:
     optimizer_steps: int = 0
     meter: Meter = field(default_factory=Meter)
 
+    @contextmanager
+    def at_temperature(self, temperature: float) -> Iterator[None]:
+        """Logits are divided by another temperature meanwhile."""
+        before, self.temperature = self.temperature, temperature
+        try:
+            yield
+        finally:
+            self.temperature = before
+
 
 def policy_logprobs(
     engine: Engine,
@@ -76,6 +86,24 @@ def policy_logprobs(
     Empty except on the last pipeline rank.
     """
     asked = engine if temperature is None else replace(engine, temperature=temperature)
+
+    def ask(batch: MicroBatch, logits_bSV: torch.Tensor) -> torch.Tensor:
+        logprobs_N: torch.Tensor = predict(asked, batch, logits_bSV)[0]
+        return logprobs_N
+
+    return ask_model(engine, microbatches, ask, max_tokens=max_tokens)
+
+
+def ask_model(
+    engine: Engine,
+    microbatches: list[MicroBatch],
+    ask: Callable[[MicroBatch, torch.Tensor], torch.Tensor],
+    *,
+    max_tokens: int | None = None,
+) -> list[torch.Tensor]:
+    """What `ask(batch, output)` makes of the model's output, [N, …] of each micro-batch's trained
+    tokens, without gradient. max_tokens: see `policy_logprobs`. Empty except on the last pipeline
+    rank."""
     passes, put_back = microbatches, None
     if max_tokens is not None and microbatches[0].lengths is not None:
         config = engine.model.config
@@ -85,13 +113,13 @@ def policy_logprobs(
             multiple=row_multiple(config),
         )
 
-    def report(batch: MicroBatch, logits_bSV: torch.Tensor) -> Any:
-        logprobs_N, _ = predict(asked, batch, logits_bSV)
-        return logprobs_N.sum(), count(0, logits_bSV), {"logprobs": logprobs_N}
+    def report(batch: MicroBatch, output: torch.Tensor) -> Any:
+        values_N = ask(batch, output)
+        return values_N.sum() * 0, count(0, output), {"values": values_N}
 
     with torch.no_grad():
         parts = run_microbatches(engine.model, passes, report, forward_only=True)
-    found = [part["logprobs"] for part in parts]
+    found = [part["values"] for part in parts]
     return put_back(found) if found and put_back is not None else found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from slurm_rl.errors import NumericsError
+from slurm_rl.errors import CorruptError, NumericsError
 from slurm_rl.train.batch import Samples
 from slurm_rl.train.returns import Signals
 
@@ -31,6 +31,13 @@ def check_first_kl(
             hint="the reference was loaded wrongly, or computes in another precision",
         )
     return {"train/first_kl": kl}
+
+
+def check_tokens(ids_RK: torch.Tensor, *, below: int) -> None:
+    """CorruptError for a token that the policy does not have: its log-prob would be of nothing."""
+    largest = int(ids_RK.max()) if ids_RK.numel() else 0
+    if largest >= below:
+        raise CorruptError(f"the teacher's likeliest tokens hold {largest}; the policy has {below}")
 
 
 def check_finite(value: Any, *, what: str, where: str) -> None:

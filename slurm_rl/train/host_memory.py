@@ -13,27 +13,57 @@ from typing import Any
 from slurm_rl.errors import ConfigError
 
 BYTES_PER_PARAMETER = 12
-#: Control groups of a job, second version and first: the limit and what is used.
-_CGROUPS = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ),
-)
+_ROOT = Path("/sys/fs/cgroup")
 
 
-def free_memory(cgroups: tuple[tuple[Path, Path], ...] = _CGROUPS) -> int:
-    """Bytes that this process may still use: of the host, and within its control group."""
+def free_memory(*, root: Path = _ROOT, own: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes that this process may still use: of the host, and within every control group that it is
+    in. What the kernel holds of files it gives back, and counts as free."""
     import psutil  # type: ignore[import-untyped]
 
     free = [int(psutil.virtual_memory().available)]
-    for limit, used in cgroups:
-        try:
-            free.append(int(limit.read_text()) - int(used.read_text()))
-        except (OSError, ValueError):
-            continue  # no such group, or no limit ("max")
+    for folder in _groups(root, own):
+        limit = _read_number(folder / "memory.max")
+        used = _read_number(folder / "memory.current")
+        if limit is None or used is None:  # the first version's names
+            limit = _read_number(folder / "memory.limit_in_bytes")
+            used = _read_number(folder / "memory.usage_in_bytes")
+        if limit is not None and used is not None:
+            free.append(limit - used + _read_cache(folder / "memory.stat"))
     return max(0, min(free))
+
+
+def _groups(root: Path, own: Path) -> list[Path]:
+    """The folders of the process's memory groups, innermost first, up to the root."""
+    found = []
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers not in ("", "memory") and "memory" not in controllers.split(","):
+            continue
+        top = root / "memory" if controllers else root
+        place = top / path.lstrip("/")
+        found += [place, *(parent for parent in place.parents if parent.is_relative_to(top))]
+    return found
+
+
+def _read_number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None  # no such file, or no limit ("max")
+
+
+def _read_cache(path: Path) -> int:
+    try:
+        pairs = dict(line.split() for line in path.read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    return sum(int(pairs.get(name, 0)) for name in ("active_file", "inactive_file"))
 
 
 def gathered_bytes(model: Any, *, num_ranks: int, num_nodes: int) -> int:

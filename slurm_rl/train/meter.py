@@ -79,18 +79,17 @@ def forward_flops(config: Any, *, vocab_size: int, samples: Samples) -> float:
 
 
 def rate(
-    config: Any, samples: Samples, *, phase: str, seconds: float, vocab_size: int, passes: float
+    config: Any, samples: Samples, *, phase: str, seconds: float, vocab_size: int, epochs: float
 ) -> dict[str, float]:
-    """Tokens and TFLOP/s of a phase, a rank, and MFU; `passes` forward passes over the rollout.
+    """Tokens a second of a phase of updates, TFLOP/s of a rank, and MFU.
 
-    A pass with its backward pass counts three.
+    epochs: passes over the rollout, each with its backward pass, which counts as two more.
     """
     if seconds <= 0:
         return {}
     tokens = float((samples.prompt_lengths.astype(np.int64) + samples.response_lengths).sum())
-    flops = passes * forward_flops(config, vocab_size=vocab_size, samples=samples)
+    flops = 3 * epochs * forward_flops(config, vocab_size=vocab_size, samples=samples)
     tflops = flops / seconds / dist.get_world_size() / 1e12
-    epochs = passes / 3 if phase.endswith("train") else passes
     found = {
         f"perf/{phase}_tok_per_s": epochs * tokens / seconds,
         f"perf/{phase}_tflops": tflops,

@@ -36,17 +36,16 @@ def other_logprobs(
     microbatches: list[MicroBatch],
     *,
     engine: Engine,
-    geometry: Geometry,
     options: MegatronOptions,
+    max_tokens: int | None = None,
 ) -> list[torch.Tensor]:
     """Of the micro-batches of `engine`, under the model in `folder` (`policy_logprobs`).
 
-    geometry: of the engine's model; the other's vocabulary and family must be its. Raises
-    ModelError if they are not.
+    It may be of another family and size; that its tokens are the same, the init stage has seen to.
+    Raises ModelError.
     """
     other = read_geometry(folder)
-    if (other.vocab_size, other.family) != (geometry.vocab_size, geometry.family):
-        raise ModelError(f"{folder}: the reference is of another family or vocabulary")
     deterministic = bool(engine.model.config.deterministic_mode)
     model = load_other(folder, geometry=other, options=options, deterministic=deterministic)
-    return policy_logprobs(dataclasses.replace(engine, model=model), microbatches)
+    asked = dataclasses.replace(engine, model=model, vocab_size=other.vocab_size)
+    return policy_logprobs(asked, microbatches, max_tokens=max_tokens)

@@ -25,10 +25,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from slurm_rl.storage.digest import digest_file
 from slurm_rl.storage.durable import list_files, write_file
+from slurm_rl.train.scopes import megatron_scope
 from slurm_rl.train.sealing import seal_shares
 from slurm_rl.types import FileEntry, canonical_json
 
@@ -84,6 +86,14 @@ def find_partial(attempts: Iterable[str], *, made_from: str, num_ranks: int) -> 
     ]
     fitting = [p for p in found if (p.made_from, p.num_ranks) == (made_from, num_ranks)]
     return max(fitting, key=lambda partial: len(partial.reports), default=None)
+
+
+def agree_on(found: Partial | None) -> Partial | None:
+    """Rank 0's choice, on every rank: another node may see the files later."""
+    choice = [found]
+    with megatron_scope():
+        dist.broadcast_object_list(choice, src=0)
+    return choice[0]
 
 
 def save_state(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -31,6 +32,12 @@ def explaining_a_full_disk(folder: Path) -> Iterator[None]:
                 hint="free space or quota in the run's file system, then `slurm-rl resume`",
             ) from error
         raise
+
+
+def prepare_determinism() -> None:
+    """What must be in the environment before CUDA starts, and before the first group is made."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "Ring")
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from slurm_rl.train.forward import Engine, own_share, policy_logprobs
 from slurm_rl.train.geometry import read_geometry
 from slurm_rl.train.options import MegatronOptions, split_megatron
 from slurm_rl.train.others import load_other
-from slurm_rl.train.scopes import deterministic_scope, megatron_scope
+from slurm_rl.train.scopes import deterministic_scope, megatron_scope, prepare_determinism
 from slurm_rl.train.step import whole_rollout
 from slurm_rl.train.top_logprobs import likeliest_tokens
 
@@ -50,6 +50,8 @@ class Scorer:
         Raises ConfigError (layout, ranks).
         """
         options = split_megatron(role_megatron(settings, kind), trains=False)
+        if settings.deterministic:
+            prepare_determinism()
         world: World = distributed.read_world(os.environ, expected=num_ranks(settings, kind))
         with megatron_scope():
             distributed.join(
@@ -58,12 +60,18 @@ class Scorer:
             try:
                 yield cls(settings, role(settings, kind), options)
                 dist.barrier()
-            finally:
-                distributed.leave()
+            except BaseException:
+                # Of several ranks the others may wait in a collective: there the process must end.
+                if world.size == 1:
+                    distributed.leave()
+                raise
+            distributed.leave()
 
-    def wait(self) -> None:
-        """Until every rank has come here."""
-        dist.barrier()
+    def tell(self, value: Any) -> Any:
+        """Rank 0's value, on every rank; all wait for it."""
+        said = [value]
+        dist.broadcast_object_list(said, src=0)
+        return said[0]
 
     def logprobs(self, folder: Path, samples: Samples) -> torch.Tensor:
         """Of the response tokens under the model in `folder`, at the rollout's temperature:
@@ -71,11 +79,11 @@ class Scorer:
         return self._score(folder, samples, policy_logprobs, num_columns=1)[0]
 
     def likeliest(
-        self, folder: Path, samples: Samples, num: int
+        self, folder: Path, samples: Samples, *, num: int, below: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same, and the `num` likeliest tokens at each: (logprobs float32[R], ids int64[R, K],
-        their logprobs float32[R, K])."""
-        ask = partial(likeliest_tokens, num=num)
+        """The same, and the `num` likeliest tokens below `below` at each: (logprobs float32[R], ids
+        int64[R, K], their logprobs float32[R, K])."""
+        ask = partial(likeliest_tokens, num=num, below=below)
         sampled_R, *columns = self._score(folder, samples, ask, num_columns=2 * num + 1)
         ids = torch.stack(columns[:num], dim=1).round().long()
         return sampled_R, ids, torch.stack(columns[num:], dim=1)
@@ -85,23 +93,7 @@ class Scorer:
     ) -> list[torch.Tensor]:
         """What `ask(engine, microbatches)` gives for the tokens, float[N] or float[N, C], as one
         float32[R] a column."""
-        settings, section = self._settings, self._section
-        geometry = read_geometry(folder)
-        check_samples(samples, vocab_size=geometry.vocab_size, max_positions=geometry.max_positions)
-        model = load_other(
-            folder,
-            geometry=geometry,
-            options=self._options,
-            deterministic=settings.deterministic,
-        )
-        engine = Engine(
-            model=model,
-            optimizer=None,
-            scheduler=None,
-            vocab_size=geometry.vocab_size,
-            temperature=settings.rollout.rollout_temperature,
-            per_token=False,
-        )
+        engine, section = self._load(folder, samples), self._section
         (passes,) = own_share(
             engine,
             samples,
@@ -110,10 +102,34 @@ class Scorer:
             micro_batch_size=section.micro_batch_size,
             max_tokens=section.max_tokens_per_gpu,
         )
-        with deterministic_scope() if settings.deterministic else nullcontext():
+        with deterministic_scope() if self._settings.deterministic else nullcontext():
             found = ask(engine, passes)
         columns = [part.reshape(len(part), num_columns).unbind(1) for part in found]
         return [
             whole_rollout(samples, passes, [part[c] for part in columns])
             for c in range(num_columns)
         ]
+
+    def _load(self, folder: Path, samples: Samples) -> Engine:
+        """The model in `folder`, once the samples fit it."""
+        geometry = read_geometry(folder)
+        check_samples(
+            samples,
+            vocab_size=geometry.vocab_size,
+            max_positions=geometry.max_positions,
+            is_graded=False,
+        )
+        model = load_other(
+            folder,
+            geometry=geometry,
+            options=self._options,
+            deterministic=self._settings.deterministic,
+        )
+        return Engine(
+            model=model,
+            optimizer=None,
+            scheduler=None,
+            vocab_size=geometry.vocab_size,
+            temperature=self._settings.rollout.rollout_temperature,
+            per_token=False,
+        )

@@ -36,7 +36,7 @@ from slurm_rl.train.forward import (
     run_microbatches,
 )
 from slurm_rl.train.gap import check_gap, measure_gap
-from slurm_rl.train.guards import check_finite, check_first_kl, check_first_ratio
+from slurm_rl.train.guards import check_finite, check_first_kl, check_first_ratio, check_tokens
 from slurm_rl.train.objective import CriticObjective, CustomLoss, PolicyObjective
 from slurm_rl.train.optimizer import current_lr
 from slurm_rl.train.partial import StepState
@@ -45,8 +45,9 @@ from slurm_rl.train.top_logprobs import predict_top
 from slurm_rl.train.values import predict_values
 from slurm_rl.train.weighting import CustomReducer, loss_weights
 
-#: Computes log-probabilities of micro-batches under another model: the reference.
-Reference = Callable[[list[MicroBatch]], list[torch.Tensor]]
+#: Computes log-probabilities of micro-batches under another model, the reference; `max_tokens` as
+#: in `policy_logprobs`.
+Reference = Callable[..., list[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class Task:
 
     seed: of the order of later epochs. resumed: an earlier process did these optimizer steps, and
     the engine holds what they made. after_step: called with the state after each step, and the
-    number of all steps. vocab_size: for tokens of a teacher.
+    number of all steps.
     """
 
     samples: Samples
@@ -117,16 +118,20 @@ def train_policy(
     policy, or if the policy, before its first step, is not the proximal policy.
     """
     if task.is_supervised:
-        return train_supervised(engine, task, train=train)
+        with engine.at_temperature(1.0):
+            return train_supervised(engine, task, train=train)
     samples, signals = task.samples, task.signals
     state = task.resumed or _look_before(engine, task, role=train, reference=reference)
-    signals = signals.joined(proximal=state.proximal, reference=state.reference)
+    # What a stage has computed once counts wherever KL does; the ratio is to our own numbers.
+    signals = signals.joined(reference=state.reference)
+    stored = signals if signals.proximal is not None else signals.joined(proximal=state.proximal)
+    signals = signals.joined(proximal=state.proximal)
     gap = measure_gap(samples, state.proximal)
     check_gap(gap, train=train, first=first_gap)
     metrics = {} if gap is None else gap.metrics()
     metrics |= check_first_kl(samples, signals, is_own=task.is_first, limit=train.check_first_kl)
 
-    estimates = estimate(samples, train=train, signals=signals, custom=task.hooks.advantage)
+    estimates = estimate(samples, train=train, signals=stored, custom=task.hooks.advantage)
     metrics |= summarize_estimates(samples, estimates, signals)
     advantages_R = estimates.advantages_R
     if teacher is not None:
@@ -145,6 +150,7 @@ def train_policy(
             "top_ids": signals.need("top_ids"),
             "top_logprobs": signals.need("top_logprobs"),
         }
+        check_tokens(arrays_R["top_ids"], below=engine.vocab_size)
 
     def loss(batch: MicroBatch, logits_bSV: torch.Tensor) -> Any:
         top_NK = predict_top(engine, batch, logits_bSV) if objective.distils else None
@@ -161,12 +167,11 @@ def train_policy(
 def train_supervised(engine: Engine, task: Task, *, train: Train) -> dict[str, float]:
     """Raise the log-probability of the samples' tokens: supervised fine-tuning.
 
-    The loss is their negative log-probability, at temperature 1 whatever the rollout's, aggregated
-    as the policy's. Nothing is compared with an engine or a reference. Raises as `train_policy`.
+    The loss is their negative log-probability, at the engine's temperature, aggregated as the
+    policy's. Nothing is compared with an engine or a reference. Raises as `train_policy`.
     """
     plain = {"policy_loss": "pg", "use_kl_loss": False, "entropy_coef": 0.0}
     train = train.model_copy(update=plain)
-    temperature, engine.temperature = engine.temperature, 1.0
     state = task.resumed or _look_before(engine, task, role=train, reference=None)
     objective = PolicyObjective(train)
 
@@ -178,7 +183,6 @@ def train_supervised(engine: Engine, task: Task, *, train: Train) -> dict[str, f
     updates = _Updates(engine, task, train, objective.sums, loss, train.check_first_ratio)
     with engine.meter.phase("actor_train"):
         done = updates.run(state, arrays_R)
-    engine.temperature = temperature
     return done.summarize("train/")
 
 
@@ -294,6 +298,13 @@ def batch_sizes(role: Update, samples: Samples) -> dict[str, Any]:
     }
 
 
+def steps_per_epoch(role: Update, samples: Samples) -> int:
+    """Optimizer steps of one pass over the rollout."""
+    num = len(conversation_sizes(samples))
+    size: int = batch_sizes(role, samples)["global_batch_size"]
+    return -(-num // size)
+
+
 def epoch_order(samples: Samples, *, seed: int, epoch: int) -> Sequence[int] | None:
     """The conversations' order in an epoch: the rollout's in the first, then drawn by the seed."""
     if epoch == 0:
@@ -340,7 +351,7 @@ def _look_before(
     known_R = task.signals.reference
     if known_R is None and reference is not None:
         with engine.meter.phase("ref_log_probs"):
-            known_R = whole(reference(passes))
+            known_R = whole(reference(passes, max_tokens=budget))
     return StepState(proximal_R, known_R)
 
 

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from slurm_rl.errors import ModelError
 from slurm_rl.train.batch import MicroBatch
 from slurm_rl.train.context import gather_tokens, own_tokens
-from slurm_rl.train.forward import Engine, count, run_microbatches
+from slurm_rl.train.forward import Engine, ask_model
 
 #: Logit of a padding column: its exponential is 0.
 _NOWHERE = -1e30
@@ -39,24 +39,23 @@ def predict_top(engine: Engine, batch: MicroBatch, logits_bSV: torch.Tensor) -> 
 
 
 def likeliest_tokens(
-    engine: Engine, microbatches: list[MicroBatch], *, num: int
+    engine: Engine, microbatches: list[MicroBatch], *, num: int, below: int
 ) -> list[torch.Tensor]:
     """Of each micro-batch's trained tokens, without gradient: columns float32[N, 1 + 2 num], the
-    token's own log-probability, then the ids of the `num` likeliest, then theirs.
+    token's own log-probability, then the ids of the `num` likeliest below `below` (the student's
+    vocabulary), then their log-probabilities.
 
-    Ids are exact: below 2^24. Empty except on the last pipeline rank. Raises ModelError if the
-    vocabulary has fewer tokens.
+    Ids are exact: below 2^24. Empty except on the last pipeline rank. Raises ModelError if there
+    are fewer tokens.
     """
-    if num > engine.vocab_size:
-        raise ModelError(
-            f"teacher.top_logprobs_num = {num}, but the vocabulary has {engine.vocab_size} tokens"
-        )
+    if num > below:
+        raise ModelError(f"teacher.top_logprobs_num = {num}, but there are {below} tokens")
     group = parallel_state.get_tensor_model_parallel_group()
 
-    def report(batch: MicroBatch, logits_bSV: torch.Tensor) -> Any:
+    def ask(batch: MicroBatch, logits_bSV: torch.Tensor) -> torch.Tensor:
         position_n, own_n = own_tokens(batch)
         logits_nV = logits_bSV.flatten(0, 1).index_select(0, position_n)
-        ids_nK = find_likeliest(logits_nV, num=num, vocab_size=engine.vocab_size, group=group)
+        ids_nK = find_likeliest(logits_nV, num=num, below=below, group=group)
         targets_n = batch.targets_N if own_n is None else batch.targets_N[own_n]
         logprobs_nL = logprobs_at(
             logits_nV,
@@ -66,34 +65,38 @@ def likeliest_tokens(
             group=group,
         )
         columns = (logprobs_nL[:, 0], *ids_nK.float().unbind(1), *logprobs_nL[:, 1:].unbind(1))
-        found = torch.stack(gather_tokens(columns, own_n, num=len(batch.targets_N)), dim=1)
-        return found.sum() * 0, count(0, logits_bSV), {"columns": found}
+        return torch.stack(gather_tokens(columns, own_n, num=len(batch.targets_N)), dim=1)
 
-    with torch.no_grad():
-        parts = run_microbatches(engine.model, microbatches, report, forward_only=True)
-    return [part["columns"] for part in parts]
+    return ask_model(engine, microbatches, ask)
 
 
 def find_likeliest(
-    logits_NV: torch.Tensor, *, num: int, vocab_size: int, group: Any = None
+    logits_NV: torch.Tensor, *, num: int, below: int, group: Any = None
 ) -> torch.Tensor:
-    """Ids of the `num` largest logits of the whole vocabulary, largest first, int64[N, num].
+    """Ids of the `num` largest logits among the tokens below `below`, largest first, int64[N, num].
 
-    Of equal ones the smaller id comes first, whatever the ranks.
+    Of equal ones the smaller id comes first, as far as all of them are among the `num`.
     """
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     width = logits_NV.shape[-1]
-    columns_V = torch.arange(width, device=logits_NV.device) + rank * width
-    held_NV = logits_NV.float().masked_fill(columns_V >= vocab_size, _NOWHERE)
-    values_Nk, order_Nk = held_NV.sort(dim=1, descending=True, stable=True)
-    values_Nk, ids_Nk = values_Nk[:, :num], order_Nk[:, :num] + rank * width
+    held_NV = _hide(logits_NV.float(), below - rank * width)
+    values_Nk, ids_Nk = held_NV.topk(min(num, width), dim=1)
+    ids_Nk = ids_Nk + rank * width
     if size > 1:
         values_Nk = torch.cat(_all_gather(values_Nk.contiguous(), group), dim=1)
         ids_Nk = torch.cat(_all_gather(ids_Nk.contiguous(), group), dim=1)
-        # Ranks come in the order of their ids: a stable sort keeps the smaller ones first.
-        chosen = values_Nk.sort(dim=1, descending=True, stable=True).indices[:, :num]
-        ids_Nk = ids_Nk.gather(1, chosen)
-    return ids_Nk
+    by_id = ids_Nk.argsort(dim=1, stable=True)
+    values_Nk, ids_Nk = values_Nk.gather(1, by_id), ids_Nk.gather(1, by_id)
+    chosen = values_Nk.sort(dim=1, descending=True, stable=True).indices[:, :num]
+    return ids_Nk.gather(1, chosen)
+
+
+def _hide(logits_NV: torch.Tensor, first: int) -> torch.Tensor:
+    """The logits with the columns from `first` on out of the game; themselves if there are none."""
+    if first >= logits_NV.shape[-1]:
+        return logits_NV
+    columns_V = torch.arange(logits_NV.shape[-1], device=logits_NV.device)
+    return logits_NV.masked_fill(columns_V >= first, _NOWHERE)
 
 
 def _all_gather(values: torch.Tensor, group: Any) -> list[torch.Tensor]:
@@ -113,9 +116,7 @@ def logprobs_at(
     """log softmax of the whole vocabulary at `ids_NK`, float32[N, K]; equal on all tensor ranks."""
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     first = rank * logits_NV.shape[-1]
-    scaled_NV = logits_NV.float() / temperature
-    columns_V = torch.arange(logits_NV.shape[-1], device=logits_NV.device) + first
-    scaled_NV = scaled_NV.masked_fill(columns_V >= vocab_size, _NOWHERE)
+    scaled_NV = _hide(logits_NV.float() / temperature, vocab_size - first)
     found: torch.Tensor = _LogProbsAt.apply(scaled_NV, ids_NK - first, group if size > 1 else None)
     return found
 

@@ -52,11 +52,13 @@ from slurm_rl.train.scopes import (
     deterministic_scope,
     explaining_a_full_disk,
     megatron_scope,
+    prepare_determinism,
 )
 from slurm_rl.train.step import (
     Task,
     Work,
     plan_passes,
+    steps_per_epoch,
     train_critic,
     train_policy,
     whole_rollout,
@@ -123,9 +125,7 @@ class Trainer:
         options = split_megatron(role_megatron(settings, kind))
         world = distributed.read_world(os.environ, expected=num_ranks(settings, kind))
         if settings.deterministic:
-            # cuBLAS reads it when CUDA starts; NCCL when the first group is made.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            os.environ.setdefault("NCCL_ALGO", "Ring")
+            prepare_determinism()
         with megatron_scope():
             distributed.join(
                 world, attempt_dir=attempt_dir, settings=settings, layout=options.layout
@@ -199,13 +199,6 @@ class Trainer:
         self._resumed = state
         return True
 
-    def agree_on(self, found: Partial | None) -> Partial | None:
-        """Rank 0's choice: another node may see the files later."""
-        with megatron_scope():
-            choice = [found]
-            dist.broadcast_object_list(choice, src=0)
-            return choice[0]
-
     def logprobs(self, microbatches: list[MicroBatch]) -> list[torch.Tensor]:
         """Log-probabilities float32[N] under the current policy; on the last pipeline rank."""
         with self._at_work():
@@ -227,11 +220,11 @@ class Trainer:
         then the trainer is of no use.
         """
         self._check(work.samples)
+        before = self._engine.optimizer_steps
         reference = reference_dir and partial(
             other_logprobs,
             reference_dir,
             engine=self._engine,
-            geometry=self.geometry,
             options=self.options,
         )
         with self._at_work():
@@ -244,7 +237,7 @@ class Trainer:
                 first_gap=first_gap,
             )
         self._move_on(work.samples)
-        return metrics | self._performance(work.samples, "actor_train")
+        return metrics | self._performance(work.samples, "actor_train", since=before)
 
     def values(self, samples: Samples) -> torch.Tensor:
         """A critic's values of the response tokens, float32[R] on every rank; 0 where masked."""
@@ -252,18 +245,20 @@ class Trainer:
         with self._at_work():
             passes = plan_passes(self._engine, samples, role=self.role)
             with self._engine.meter.phase("values"):
-                values = critic_values(self._engine, passes)
+                budget = self.role.log_probs_max_tokens_per_gpu
+                values = critic_values(self._engine, passes, max_tokens=budget)
             return whole_rollout(samples, passes, values)
 
     def step_critic(self, work: Work, returns_R: torch.Tensor) -> dict[str, float]:
         """One iteration of training the critic towards `returns_R`; as `step`."""
         assert isinstance(self.role, Critic)
+        before = self._engine.optimizer_steps
         with self._at_work():
             metrics = train_critic(
                 self._engine, self._task(work), critic=self.role, returns_R=returns_R
             )
         self._move_on(work.samples)
-        return metrics | self._performance(work.samples, "critic_train")
+        return metrics | self._performance(work.samples, "critic_train", since=before)
 
     def stand_at(self, iteration: int) -> None:
         """Go on with `iteration`: a checkpoint that was carried forward is of an earlier one."""
@@ -290,8 +285,11 @@ class Trainer:
             after_step=partial(self._keep, work.attempt_dir, work.made_from),
         )
 
-    def _performance(self, samples: Samples, phase: str) -> dict[str, float]:
-        """Times of the iteration's phases, and what the rate of its updates is worth."""
+    def _performance(self, samples: Samples, phase: str, *, since: int) -> dict[str, float]:
+        """Times of the iteration's phases, and what the rate of its updates is worth.
+
+        since: optimizer steps before them; those of an earlier attempt are not this one's.
+        """
         times = self._engine.meter.take()
         return times | rate(
             self._config,
@@ -299,7 +297,7 @@ class Trainer:
             phase=phase,
             seconds=times[f"perf/{phase}_time"],
             vocab_size=self.geometry.vocab_size,
-            passes=3.0 * self.role.epochs,
+            epochs=(self._engine.optimizer_steps - since) / steps_per_epoch(self.role, samples),
         )
 
     def _move_on(self, samples: Samples) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from slurm_rl.train.batch import MicroBatch
 from slurm_rl.train.context import gather_tokens, own_tokens
-from slurm_rl.train.forward import Engine, count, run_microbatches
+from slurm_rl.train.forward import Engine, ask_model
 
 
 def predict_values(batch: MicroBatch, out_bS1: torch.Tensor) -> torch.Tensor:
@@ -22,13 +20,8 @@ def predict_values(batch: MicroBatch, out_bS1: torch.Tensor) -> torch.Tensor:
     return values_N
 
 
-def critic_values(engine: Engine, microbatches: list[MicroBatch]) -> list[torch.Tensor]:
-    """Values of each micro-batch, without gradient; empty except on the last pipeline rank."""
-
-    def report(batch: MicroBatch, out_bS1: torch.Tensor) -> Any:
-        values_N = predict_values(batch, out_bS1)
-        return values_N.sum(), count(0, out_bS1), {"values": values_N}
-
-    with torch.no_grad():
-        parts = run_microbatches(engine.model, microbatches, report, forward_only=True)
-    return [part["values"] for part in parts]
+def critic_values(
+    engine: Engine, microbatches: list[MicroBatch], *, max_tokens: int | None = None
+) -> list[torch.Tensor]:
+    """Values of each micro-batch, without gradient (`ask_model`)."""
+    return ask_model(engine, microbatches, predict_values, max_tokens=max_tokens)

@@ -23,6 +23,8 @@ CustomReducer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.
 
 def counts_tokens(role: Update) -> bool:
     """Whether the denominator is the number of trained tokens, not of conversations."""
+    if getattr(role, "custom_reducer_path", None) is not None:
+        return False
     asked = role.megatron.get("calculate_per_token_loss", False)
     return role.loss_aggregation == "token" or bool(asked)
 

@@ -194,7 +194,8 @@ def test_broken_continuity_is_refused_with_both_numbers(trained_once):
     old = trains.train_order(root, init, "again").inputs["rollout"]
     refused("rollout's iteration is 0, not 1", rollout=old)
     refused(
-        "trainer's iteration is 0, not 1", checkpoint=dataclasses.replace(init, role="checkpoint")
+        "the checkpoint's version is 0, not 1",
+        checkpoint=dataclasses.replace(init, role="checkpoint"),
     )
     stuck = changed(rollout, cursor=cursor | {"visits": 4})
     refused("cursor went from visit 4 to 4", rollout=stuck)

@@ -183,6 +183,42 @@ def test_a_reference_that_moves(tmp_path, how):
     assert (found["proximal"] - found["reference"]).abs().max() > (1e-3 if "ema" in how else -1)
 
 
+def test_samples_that_are_not_graded_yet_are_scored(tmp_path):
+    """The score stage comes later, or its service is down: rewards are open."""
+    settings = settings_with(tmp_path, reference={"stage": True}, train=KL)
+    init = init_of(tmp_path, settings)
+    order = reference_order(tmp_path, init, init, 0)
+    open_rewards = dataclasses.replace(
+        trains.made_up_samples(0), rewards=np.full(16, np.nan, np.float32)
+    )
+    order.inputs["rollout"] = trains.make_rollout(
+        tmp_path, init.content["weights"], samples=open_rewards, name="open"
+    )
+    assert run_reference(order, settings).files
+
+
+def test_an_average_in_bfloat16_moves(tmp_path):
+    """Steps far below what bfloat16 can tell apart add up."""
+    from slurm_rl.train.average import average_weights
+
+    base = trains.tiny_settings(tmp_path, model={"dtype": "bfloat16"})
+    init = init_of(tmp_path, base)
+    folders = [Path(init.path) / "weights"]
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    for path in folders[0].iterdir():
+        (policy / path.name).write_bytes(path.read_bytes())
+    moved(policy, 1.0)
+    for i in range(3):
+        folders.append(tmp_path / f"average-{i}")
+        average_weights(folders[-2], policy, folders[-1], decay=0.999)
+    for name, start in weights_in(folders[0]).items():
+        assert start.dtype == torch.bfloat16
+        away = weights_in(folders[3])[name] - start.float()
+        far = weights_in(policy)[name].float() - start.float()
+        assert torch.allclose(away, far * (1 - 0.999**3), rtol=1e-3, atol=1e-6)
+
+
 def test_signals_are_found_for_the_samples_that_are_left(tmp_path):
     settings = settings_with(tmp_path, reference={"stage": True}, train=KL)
     init = init_of(tmp_path, settings)

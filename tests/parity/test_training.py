@@ -1,8 +1,10 @@
 """The training step on a real model: what counts, what does not, and what stops it."""
 
 import dataclasses
+import importlib.util
 import re
 
+import layouts
 import numpy as np
 import pytest
 import torch
@@ -361,6 +363,49 @@ def test_settings_that_do_not_work_are_one_line(
     with pytest.raises(ConfigError, match=said) as error:
         open_trainers(order, settings)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("package", "megatron", "said"),
+    [
+        (
+            "transformer_engine",
+            {"transformer_impl": "transformer_engine"},
+            "transformer_impl = transformer_engine, but that package is not in the environment",
+        ),
+        (
+            "emerging_optimizers",
+            {"optimizer": "muon"},
+            "optimizer = muon needs the package emerging_optimizers",
+        ),
+    ],
+)
+def test_a_package_that_is_not_there_is_named(
+    tmp_path, made_models, open_trainers, package, megatron, said
+):
+    if importlib.util.find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    settings = trains.tiny_settings(tmp_path, megatron=megatron)
+    order = trains.train_order(tmp_path, made_models(settings), "a")
+    with pytest.raises(ConfigError, match=said):
+        open_trainers(order, settings)
+
+
+def test_experts_over_tensor_ranks_need_sequence_parallelism():
+    from slurm_rl.train import cpu
+
+    with cpu.megatron_imports():
+        from slurm_rl.train.geometry import parse_model_config
+        from slurm_rl.train.model import model_config
+        from slurm_rl.train.options import split_megatron
+    shape = {"model_type": "qwen3_moe", "vocab_size": 15, **trains.TINY, **layouts.MOE}
+    geometry = parse_model_config(shape, where="config.json")
+    options = {"lr": 1.0, "tensor_model_parallel_size": 2}
+    with pytest.raises(ConfigError, match="= 2 without sequence_parallel: tensor ranks would"):
+        model_config(geometry, split_megatron(options), deterministic=True)
+    split = split_megatron(options | {"sequence_parallel": True})
+    with cpu.megatron_imports():  # without Megatron's warnings of its own defaults
+        assert model_config(geometry, split, deterministic=True).sequence_parallel
 
 
 def test_recomputation_gives_the_same_step(trained):

@@ -184,9 +184,7 @@ def parse_scoring(data: bytes, tokens: Sequence[int], *, label: str) -> list[flo
     return parse_scores(data, tokens, label=label).logprobs
 
 
-def parse_scores(
-    data: bytes, tokens: Sequence[int], *, label: str, top_num: int = 0
-) -> Scores:
+def parse_scores(data: bytes, tokens: Sequence[int], *, label: str, top_num: int = 0) -> Scores:
     """All of an answer to `render_scoring`. EngineError as above."""
     answer = parse_json(data)
     try:

@@ -28,7 +28,7 @@ from slurm_rl.storage.claims import AttemptEnd, try_claim, write_end
 from slurm_rl.storage.commits import assemble, publish_commit
 from slurm_rl.storage.control import Control, TimelineStart
 from slurm_rl.storage.rundir import RunDir
-from slurm_rl.types import Claim, Commit, Slot
+from slurm_rl.types import UNUSUAL, Claim, Commit, Slot
 
 TRAIN = Link(9, ("train",))
 
@@ -83,6 +83,19 @@ def test_durations_are_the_newest_before_an_iteration_on_the_current_timeline(ru
     rewound = read_durations(run, graph, control, "train", before=40)
     assert [d.work_s for d in rewound][:2] == [137.0, 136.0]
     assert read_durations(run, graph, Control(), "init", before=40) == []
+
+
+def test_nothing_is_learnt_from_stages_that_did_not_do_the_work(run: RunDir) -> None:
+    """A policy that was carried forward took two seconds; the first that trains takes an hour."""
+    for i in range(4):
+        slot = Slot(i, "train", 0)
+        run.slot_dir(slot).mkdir(parents=True)
+        content = {"files": [], "parents": {}, **({UNUSUAL: "carried"} if i < 3 else {})}
+        times = {"attempt": "a", "work_s": 2.0 if i < 3 else 3600.0}
+        publish_commit(run, slot, content=content, provenance=times)
+    graph = build_graph(make_settings(run.root, num_rollout=9))
+    assert read_durations(run, graph, Control(), "train", before=3) == []
+    assert read_durations(run, graph, Control(), "train", before=4) == of(3600.0)
 
 
 def test_too_little_is_known_at_first(run: RunDir) -> None:

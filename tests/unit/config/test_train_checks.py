@@ -67,6 +67,13 @@ OUT = "take it out"
         ({"train__sft_iterations": 3, "rollout__label_key": "a"}, "train.sft_iterations = 3 leaves nothing to sample of num_rollout = 3 iterations; lower it"),
         ({"train__sft_iterations": 1}, "train.sft_iterations = 1 needs answers, but the data set data has no label_key; set rollout.label_key"),
         ({**PPO, "train__sft_iterations": 1, "rollout__label_key": "a"}, "train.sft_iterations = 1 cannot be with a critic, which has nothing to say of labels; tune in a run of its own, and start from its weights"),
+        ({"train__max_tokens_per_gpu": 64, "train__micro_batch_size": 4}, f"train.micro_batch_size = 4 has no effect beside max_tokens_per_gpu; {OUT}"),
+        ({"train__custom_reducer_path": "a.b.c", "train__loss_aggregation": "token"}, f'train.loss_aggregation = "token" has no effect beside custom_reducer_path; {OUT}'),
+        ({"train__custom_advantage_path": "a.b.c", "train__advantage_estimator": "rloo"}, f'train.advantage_estimator = "rloo" has no effect beside custom_advantage_path; {OUT}'),
+        ({"teacher": {**TEACHER, "concurrency": 3}}, f"teacher.concurrency = 3 has no effect with backend: megatron; {OUT}"),
+        ({**PPO, "teacher": {**TEACHER, "use_rewards": False}}, "teacher.use_rewards = false leaves nothing for the critic to do: no reward counts; take critic out, with advantage_estimator: grpo"),
+        ({"teacher": {**TEACHER, "backend": "sglang", "slurm": {"nodes": 2}}}, "teacher.slurm.nodes = 2 is more than the one node that serves a teacher; set it to 1"),
+        ({**PPO, "critic": {**CRITIC, "num_ranks": 2}, "chain__pack": "iteration"}, "critic.num_ranks = 2 is not train's 1, and chain.pack: iteration runs both in one job; use the same, or chain.pack: stage"),
         ({**PPO, "critic": {"megatron": {"lr": 1e-5, "zq": 1}}}, "critic.megatron.zq is not a setting of Megatron-core"),
     ],
 )  # fmt: skip

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rl.errors import CorruptError
+from slurm_rl.errors import CorruptError, SpaceError
 from slurm_rl.storage.carry import carry_files
 from slurm_rl.storage.durable import seal_files
 from slurm_rl.storage.fs import POSIX, PosixFs
@@ -87,6 +87,32 @@ def test_another_size_is_damage(source: Input, tmp_path: Path, fs: PosixFs) -> N
     new.mkdir()
     with pytest.raises(CorruptError, match="5 bytes, but 700 were committed"):
         carry_files(source, WEIGHTS, new, fs=fs)
+
+
+def test_a_link_whose_reply_was_lost_is_there(source: Input, tmp_path: Path) -> None:
+    class Twice(PosixFs):
+        """Links, and says that the name is taken: the first reply was lost."""
+
+        def link(self, source: Path, target: Path) -> None:
+            super().link(source, target)
+            super().link(source, target)
+
+    new = tmp_path / "new"
+    new.mkdir()
+    carry_files(source, WEIGHTS, new, fs=Twice())
+    assert (new / WEIGHTS[0]).samefile(source.files[WEIGHTS[0]])
+
+
+def test_a_full_disk_is_not_copied_around(source: Input, tmp_path: Path) -> None:
+    class Full(PosixFs):
+        def link(self, source: Path, target: Path) -> None:
+            raise SpaceError("no space left")
+
+    new = tmp_path / "new"
+    new.mkdir()
+    with pytest.raises(SpaceError):
+        carry_files(source, WEIGHTS, new, fs=Full())
+    assert not (new / WEIGHTS[0]).exists()
 
 
 def test_a_copy_of_other_bytes_is_damage(source: Input, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from slurm_rl.storage.space import (
     probe_write,
     read_room,
 )
-from slurm_rl.types import Slot
+from slurm_rl.types import UNUSUAL, Slot
 
 MIB = 1 << 20
 
@@ -77,6 +77,16 @@ def test_a_stage_needs_what_the_one_before_took_and_a_margin(
     assert need.size_bytes == MARGIN * 150 * MIB
     assert need.num_files >= 2
     assert "i0004.train" in need.why
+
+
+def test_weights_that_were_carried_say_nothing_of_a_checkpoint(run: RunDir, tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+    slot = Slot(4, "train", 0)
+    run.slot_dir(slot).mkdir(parents=True)
+    content = {"files": [{"path": "w", "size_bytes": 1, "digest": "x"}], UNUSUAL: "carried"}
+    publish_commit(run, slot, content=content, provenance={"attempt": "a"})
+    need = estimate_need(run, settings, Slot(5, "train", 0), Control())
+    assert need == first_need(settings, "train")
 
 
 def test_a_shard_needs_what_its_own_shard_took(run: RunDir, settings: Settings) -> None:

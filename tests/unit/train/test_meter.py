@@ -57,15 +57,30 @@ def test_the_peak_of_a_device(name, peak):
     assert find_peak(name) == peak
 
 
-def test_memory_is_the_least_that_host_and_group_leave(tmp_path: Path):
-    whole = free_memory(())
-    limit, used = tmp_path / "max", tmp_path / "current"
-    limit.write_text("3000000\n")
-    used.write_text("1000000\n")
-    assert free_memory(((limit, used),)) == 2_000_000
-    limit.write_text("max\n")
-    assert free_memory(((limit, used),)) == pytest.approx(whole, rel=0.5)
-    assert free_memory(((tmp_path / "none", used),)) > 0
+def test_memory_is_the_least_that_host_and_groups_leave(tmp_path: Path):
+    own, group = tmp_path / "cgroup", tmp_path / "root" / "job" / "step"
+    group.mkdir(parents=True)
+    own.write_text("0::/job/step\n")
+    whole = free_memory(root=tmp_path / "root", own=own)
+    (group / "memory.max").write_text("max\n")
+    (group / "memory.current").write_text("5\n")
+    (group.parent / "memory.max").write_text("3000000\n")
+    (group.parent / "memory.current").write_text("2900000\n")
+    assert free_memory(root=tmp_path / "root", own=own) == 100_000
+    # What is cached of files is given back.
+    (group.parent / "memory.stat").write_text("anon 7\nactive_file 30\ninactive_file 500000\n")
+    assert free_memory(root=tmp_path / "root", own=own) == 600_030
+    assert whole > 600_030
+    assert free_memory(root=tmp_path / "root", own=tmp_path / "none") > 600_030
+
+
+def test_memory_in_a_group_of_the_first_version(tmp_path: Path):
+    own, group = tmp_path / "cgroup", tmp_path / "root" / "memory" / "slurm" / "job_1"
+    group.mkdir(parents=True)
+    own.write_text("5:cpu,cpuacct:/other\n4:memory:/slurm/job_1\n")
+    (group / "memory.limit_in_bytes").write_text("1000\n")
+    (group / "memory.usage_in_bytes").write_text("400\n")
+    assert free_memory(root=tmp_path / "root", own=own) == 600
 
 
 def test_too_little_memory_is_said_before_the_work():
