@@ -275,9 +275,15 @@ def _find_conflict(scene: _Scene, ref: StageRef, commit: Commit | None) -> str:
         return ""
     for role, parent in scene.graph.parents(ref).items():
         current, used = scene.read(parent), commit.parents.get(role)
-        if current is not None and used != current.digest:
+        if current is not None and used != current.digest and not was_unasked(commit, role, parent):
             return f"{ref} was made from {role} {used}, but {parent} is {current.digest}"
     return ""
+
+
+def was_unasked(commit: Commit, role: str, parent: StageRef) -> bool:
+    """Whether a commit was made without an input that later settings ask for (`train.use_kl_loss`
+    was set on the way): of the initial models alone, since which stages there are is fixed."""
+    return parent.kind == "init" and role not in commit.parents
 
 
 def _view_stage(scene: _Scene, link: Link, ref: StageRef, commit: Commit | None) -> list[SlotView]:

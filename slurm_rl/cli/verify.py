@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from slurm_rl.chain.evals import read_evals
-from slurm_rl.chain.observe import find_head, read_current
+from slurm_rl.chain.observe import find_head, read_current, was_unasked
 from slurm_rl.cli.runs import check_iteration, find_run
 from slurm_rl.cli.terminal import format_bytes, say
 from slurm_rl.errors import CorruptError, NoRunError, NothingDone, PrunedError
@@ -98,6 +98,8 @@ def _find_orphaned(
         current, _ = _read_whole(opened, control, parent)
         if current is None:
             yield f"{ref}: its {role} was made by {parent}, whose COMMIT is gone"
+        elif was_unasked(commit, role, parent):
+            continue
         elif commit.parents.get(role) != current.digest:
             yield f"{ref}: its {role} is not the current commit of {parent}"
 

@@ -93,6 +93,20 @@ def test_settings_change_from_the_first_untouched_iteration_on(
     assert "already" in say(toy_run, "set", root, "num_rollout=4", code=3)
 
 
+def test_a_kl_loss_from_an_iteration_on_leaves_the_ones_before_as_they_are(
+    toy_run: ToyRun, undisturbed: dict[str, str]
+) -> None:
+    """What was committed was made without a reference, and is no other history for that."""
+    say(toy_run, "submit", str(toy_run.config), "--wait")
+    root = str(toy_run.root)
+    say(toy_run, "set", root, "num_rollout=4", "train.use_kl_loss=true", "train.kl_loss_coef=0.1")
+    finish(toy_run)
+    assert toy_run.digests().items() >= undisturbed.items()
+    assert "reference" not in commit(toy_run, "000002/train.t0")["content"]["parents"]
+    assert "reference" in commit(toy_run, "000003/train.t0")["content"]["parents"]
+    assert "all as committed" in say(toy_run, "verify", root)
+
+
 def test_a_section_that_was_not_set_can_be(toy_run: ToyRun) -> None:
     say(toy_run, "submit", str(toy_run.config))
     say(toy_run, "set", str(toy_run.root), "rollout.container.runtime=none")
