@@ -15,7 +15,7 @@ from equality.killer import Killer
 from equality.test_equality import PROGRAM, read_digests
 from toy.roles import STAGES, make_teacher, roles_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 QUICK = {
     "heartbeat_s": 0.2,
@@ -43,7 +43,7 @@ def start(folder: Path, teacher: Path) -> subprocess.Popen[str]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, teacher: Path) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
     watcher = start(folder, teacher)
-    _, err = watcher.communicate(timeout=500)
+    _, err = watcher.communicate(timeout=900)
     assert watcher.returncode == 0, err
     return folder / "roles"
 
@@ -114,7 +114,7 @@ def test_with_every_job_killed_it_is_the_same(
     killer = Killer(tmp_path / "roles", seed=4)
     killer.assign(STAGES)
     watcher = start(tmp_path, teacher)
-    deadline = time.monotonic() + 560
+    deadline = time.monotonic() + 1000
     while watcher.poll() is None and time.monotonic() < deadline:
         killer.look()
         time.sleep(0.001)

@@ -51,7 +51,7 @@ class Chain:
         self.config.write_text(yaml.safe_dump(value | changes))
 
     def call(self, *argv: str) -> str:
-        done = subprocess.run([PROGRAM, *argv], capture_output=True, text=True, timeout=300)
+        done = subprocess.run([PROGRAM, *argv], capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, f"{argv}: {done.stdout}{done.stderr}"
         return done.stdout
 

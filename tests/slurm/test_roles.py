@@ -14,7 +14,7 @@ from slurm.cluster import Cluster, wait_for
 from slurm.test_chain import Chain, _job_of, _kill_supervisor, _preempt
 from toy.roles import STAGES, make_teacher, roles_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 class RolesChain(Chain):
@@ -61,7 +61,7 @@ def test_with_every_role_preempted_and_killed_it_ends_the_same(
     _await_work(chain, "i0001.train")
     _preempt(cluster, chain, "i0001.train")
     last = chain.stage_dir("i0001.train") / "COMMIT"
-    wait_for(last.exists, what="the last commit", timeout_s=240)
+    wait_for(last.exists, what="the last commit", timeout_s=400)
     assert chain.digests() == here.digests()
     for stage in ("i0000.critic", "i0001.reference", "i0001.train"):
         assert list(chain.stage_dir(stage).glob("claim.0002")), f"{stage} was not disturbed"
@@ -74,4 +74,4 @@ def test_with_every_role_preempted_and_killed_it_ends_the_same(
 
 
 def _await_work(chain: Chain, stage: str) -> None:
-    wait_for(lambda: chain.is_working(stage), what=f"work on {stage}", timeout_s=240)
+    wait_for(lambda: chain.is_working(stage), what=f"work on {stage}", timeout_s=400)
