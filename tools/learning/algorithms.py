@@ -93,7 +93,7 @@ ALGORITHMS = (
     Algorithm("grpo_kl_loss", ("train.use_kl_loss=true", "train.kl_loss_coef=0.01")),
     Algorithm("distillation", _DISTILLATION),
     Algorithm("distillation_top_k", (*_DISTILLATION, "teacher.top_logprobs_num=4")),
-    Algorithm("lag_tis", ("chain.lag=1", "train.use_tis=true")),
+    Algorithm("lag_tis", ("chain.lag=1", "train.use_tis=true", "train.megatron.lr=1.25e-3")),
     Algorithm(
         "epochs",
         ("train.global_batch_size=null", "train.minibatches=4", "train.epochs=2"),

@@ -166,7 +166,6 @@ def test_every_run_of_the_page_reached_the_target_in_its_budget() -> None:
 
 
 def test_the_same_curves_give_the_same_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     known = complete()
     del known["pg"]  # a panel without curves
     for name in ("first.svg", "second.svg"):
