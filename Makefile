@@ -47,17 +47,22 @@ demo: install ## a whole run on this machine, no GPU and no Slurm
 	$(BIN)/slurm-rl submit configs/quickstart.yaml --wait
 
 test: install sglang-cpu oracles lint ## everything, a real Slurm and a real SGLang included
-	# Three at once on two cores: a real Slurm's tests mostly wait for it, and the in-memory cluster's
-	# are one process. Parity is a process of its own, which makes a hundred trainers one after the
-	# other. What those in the background print is shown after the others'.
+	# Three at once on two cores, of about the same length: a real Slurm's tests mostly wait for it.
+	# Parity has a process of its own, which makes a hundred trainers one after the other. What those
+	# in the background print is shown after the others'.
 	@mkdir -p .cache
-	@$(PYTEST) -q tests/slurm --durations=15 >.cache/test-slurm.log 2>&1 & slurm=$$!; \
-	$(PYTEST) -q tests/chain -m 'not exhaustive' --durations=15 >.cache/test-chain.log 2>&1 & chain=$$!; \
+	@( failed=0; \
+	  $(PYTEST) -q tests/slurm --durations=15 || failed=1; \
+	  $(PYTEST) -q tests/parity --durations=15 || failed=1; \
+	  exit $$failed ) >.cache/test-slurm.log 2>&1 & slurm=$$!; \
+	( failed=0; \
+	  $(PYTEST) -q tests/chain -m 'not exhaustive' --durations=15 || failed=1; \
+	  $(ORACLES_PYTEST) -q tests/oracles || failed=1; \
+	  $(PYTEST) -q tests/equality --durations=15 || failed=1; \
+	  exit $$failed ) >.cache/test-chain.log 2>&1 & chain=$$!; \
 	failed=0; \
-	$(PYTEST) -q tests/parity || failed=1; \
-	$(ORACLES_PYTEST) -q tests/oracles || failed=1; \
 	$(PYTEST) -q tests -m 'not exhaustive' --durations=15 \
-	  $(addprefix --ignore=tests/,gpu oracles parity slurm chain) || failed=1; \
+	  $(addprefix --ignore=tests/,chain equality gpu oracles parity slurm) || failed=1; \
 	wait $$chain || failed=1; wait $$slurm || failed=1; \
 	cat .cache/test-chain.log .cache/test-slurm.log; exit $$failed
 
