@@ -37,8 +37,8 @@ MUTANTS = {
     "the initial weights may go": (
         DECISION,
         "storage/retention.py",
-        'CHECKPOINT_KINDS = frozenset({"train", "critic"})',
-        'CHECKPOINT_KINDS = frozenset({"train", "critic", "init"})',
+        'CHECKPOINT_KINDS = frozenset({"train", "critic", "reference"})',
+        'CHECKPOINT_KINDS = frozenset({"train", "critic", "reference", "init"})',
     ),
     "below two checkpoints": (
         PASSES,
