@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,11 @@ NUM = 3
 def teacher_input(root: Path) -> Input:
     folder = root / "init"
     make_teacher(folder / "teacher")
+    # Of the policy only its vocabulary is looked at.
+    (folder / "weights").mkdir()
+    config = json.loads((folder / "teacher" / "config.json").read_text())
+    size = {"vocab_size": config["vocab_size"]}
+    (folder / "weights" / "config.json").write_text(json.dumps(size))
     names = [f"teacher/{path.name}" for path in (folder / "teacher").iterdir()]
     result = Result(files=seal_files(folder, names), content={"teacher": {"digest": "xxh3:t"}})
     return trains.as_input("teacher", 0, "init", folder, result)
