@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from bench_models import LETTERS, QWEN3_600M, TINY
 
 from slurm_rl.config.schema import InitModel, Settings
 from slurm_rl.rollout.engine import Completion, Request, Sampling, Weights
@@ -41,32 +42,8 @@ from slurm_rl.storage.digest import digest_entries
 from slurm_rl.storage.durable import list_files, seal_files
 from slurm_rl.types import Input, Order
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 "
 WANTED = 0.95
 HERE = Path(__file__).resolve().parent
-QWEN3_600M = {
-    "model_type": "qwen3",
-    "vocab_size": 151_936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-    "dtype": "bfloat16",
-}
-TINY = QWEN3_600M | {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "dtype": "float32",
-}
 GPU_ARGUMENTS = {
     "attention_backend": "triton",
     "sampling_backend": "pytorch",

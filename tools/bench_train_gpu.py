@@ -28,38 +28,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bench_models import LETTERS, QWEN3_600M, TINY
 
 from slurm_rl.config.schema import InitModel, Settings
 from slurm_rl.rollout.samples import SampleBatch
 from slurm_rl.stages.init import make_model
 from slurm_rl.train import cpu
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 "
 WANTED = 0.95
 PROMPT = 64
-QWEN3_600M = {
-    "model_type": "qwen3",
-    "vocab_size": 151_936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-    "dtype": "bfloat16",
-}
-TINY = QWEN3_600M | {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "dtype": "float32",
-}
 
 
 def make_samples(options: argparse.Namespace, vocab_size: int) -> SampleBatch:
@@ -160,7 +137,7 @@ def _wait() -> None:
 
 def measure(options: argparse.Namespace, folder: Path) -> float:
     """Print the rounds; the ratio of the trainer's rate to the bare loop's."""
-    config = TINY if options.cpu else QWEN3_600M
+    config = (TINY if options.cpu else QWEN3_600M) | {"max_position_embeddings": 8192}
     settings = make_settings(folder, config, options)
     weights = folder / "weights"
     weights.mkdir()

@@ -243,8 +243,8 @@ def check_teacher(settings: Settings) -> Problems:
         yield Problem(("teacher", "concurrency"), rule, "take it out", teacher.concurrency)
     if not teacher.use_rewards and settings.critic is not None:
         fix = "take critic out, with advantage_estimator: grpo"
-        rule = "= false leaves nothing for the critic to do: no reward counts"
-        yield Problem(("teacher", "use_rewards"), rule.removeprefix("= false "), fix, False)
+        rule = "leaves nothing for the critic to do: no reward counts"
+        yield Problem(("teacher", "use_rewards"), rule, fix, False)
     nodes = int(stage_slurm(settings, "teacher").get("nodes") or 1)
     if teacher.backend == "sglang" and nodes > 1:
         rule = "is more than the one node that serves a teacher"

@@ -9,7 +9,6 @@ critic stage of the next one the latter.
 from __future__ import annotations
 
 import dataclasses
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,8 +20,7 @@ from slurm_rl.stages.training import (
     check_same,
     check_versions_follow,
     made_from,
-    open_role,
-    parting_on_error,
+    run_role,
     save_role,
 )
 from slurm_rl.types import Order, Result
@@ -36,16 +34,7 @@ def run_critic(order: Order, settings: Settings) -> Result:
 
     Raises what `open_role` and `critic_iteration` raise; on disk are then files that nothing names.
     """
-    started = time.monotonic()
-    trainer = open_role(order, settings, "critic")
-    opened = time.monotonic()
-    with parting_on_error(trainer):
-        result = critic_iteration(trainer, order)
-    trainer.close()
-    result.metrics["perf/load_time"] = opened - started
-    result.provenance["open_s"] = round(opened - started, 3)
-    result.provenance["train_s"] = round(time.monotonic() - opened, 3)
-    return result
+    return run_role(order, settings, "critic", critic_iteration)
 
 
 def critic_iteration(trainer: Trainer, order: Order) -> Result:

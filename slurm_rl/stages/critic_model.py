@@ -75,13 +75,9 @@ def make_critic(source: Path, folder: Path, *, seed: int) -> CriticHead:
 
 
 def _critic_config(source: Path) -> dict[str, Any]:
-    path = source / _CONFIG
-    try:
-        config: dict[str, Any] = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise ModelError(f"{path}: there is no such file") from error
-    except ValueError as error:
-        raise ModelError(f"{path}: not JSON ({error})") from error
+    from slurm_rl.train.geometry import read_model_config
+
+    path, config = source / _CONFIG, read_model_config(source)
     name = next(iter(config.get("architectures") or []), "")
     if name and not _CLASS.search(name):
         raise ModelError(

@@ -18,7 +18,7 @@ from slurm_rl.rollout.samples import TENSORS_NAME, SampleBatch, read_samples
 from slurm_rl.stages.rank import current_rank
 from slurm_rl.stages.signals import write_signals
 from slurm_rl.stages.train import reference_folder
-from slurm_rl.stages.training import check_same, named
+from slurm_rl.stages.training import check_same, check_share, named
 from slurm_rl.storage.carry import carry_files
 from slurm_rl.storage.damage import check_inputs
 from slurm_rl.storage.digest import digest_entries
@@ -43,9 +43,9 @@ def run_reference(order: Order, settings: Settings) -> Result:
     check_same(order, "the policy's version", policy.content["weights"]["version"], order.iteration)
     source, samples = order.input("reference"), read_rollout_samples(order)
     check_same(order, "the rollout's iteration", order.input("rollout").iteration, order.iteration)
-    _check_share(policy, "weights/", settings)
+    check_share(policy, "weights", settings, "reference")
     kept: list[FileEntry] = []
-    weights, name = source, reference_folder(source)
+    name = reference_folder(source)
     with Scorer.open(settings, kind="reference", attempt_dir=folder) as scorer:
         proximal_R = scorer.logprobs(Path(policy.path) / "weights", samples)
         if moves_reference(settings):
@@ -56,8 +56,8 @@ def run_reference(order: Order, settings: Settings) -> Result:
                 wait_for_size(folder / entry.path, entry.size_bytes, patience_s=VISIBLE_S)
             reference_R = scorer.logprobs(folder / FOLDER, samples)
         else:
-            _check_share(weights, f"{name}/", settings)
-            reference_R = scorer.logprobs(Path(weights.path) / name, samples)
+            check_share(source, name, settings, "reference")
+            reference_R = scorer.logprobs(Path(source.path) / name, samples)
     if current_rank(os.environ) != 0:
         return Result(files=[])
     signals = write_signals(folder, samples, {"proximal": proximal_R, "reference": reference_R})
@@ -75,13 +75,6 @@ def read_rollout_samples(order: Order) -> SampleBatch:
     names = [name for name in source.files if name.split("/")[-1] == TENSORS_NAME]
     check_inputs(source, names)
     return read_samples([source.files[name] for name in sorted(names)])
-
-
-def _check_share(source: Input, prefix: str, settings: Settings) -> None:
-    from slurm_rl.config.roles import num_ranks
-
-    share = (current_rank(os.environ), num_ranks(settings, "reference"))
-    check_inputs(source, named(source, prefix), share=share)
 
 
 def _move(order: Order, settings: Settings, before: Input) -> list[FileEntry]:

@@ -11,8 +11,6 @@ spends no retries. What a kill leaves: the journal; the next attempt goes on fro
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,9 +28,9 @@ from slurm_rl.rollout.metrics import RolloutMetrics
 from slurm_rl.rollout.rewards import Grader
 from slurm_rl.rollout.samples import LINES_NAME, TENSORS_NAME, Sample
 from slurm_rl.rollout.scores import Score, write_scores
-from slurm_rl.rollout.sglang import SglangEngine, SglangOptions
+from slurm_rl.rollout.sglang import SglangEngine
 from slurm_rl.rollout.sglang.options import HOST
-from slurm_rl.stages.serving import read_versions
+from slurm_rl.stages.serving import plan_other_server, read_versions
 from slurm_rl.storage.damage import check_inputs
 from slurm_rl.storage.digest import digest_value
 from slurm_rl.storage.durable import seal_files
@@ -119,17 +117,7 @@ def serving_model(order: Order, settings: Settings) -> Iterator[str | None]:
     if server is None:
         yield None
         return
-    rollout = settings.rollout
-    own = {name: str(value) for name, value in rollout.sglang_env.items()}
-    options = SglangOptions(
-        arguments=server.sglang,
-        environment={**os.environ, **own},
-        log_path=Path(order.attempt_dir) / "sglang.log",
-        start_timeout_s=rollout.server_start_timeout_s,
-        request_timeout_s=rollout.request_timeout_s,
-        python=rollout.sglang_python or sys.executable,
-    )
-    engine = SglangEngine(options)
+    engine = SglangEngine(plan_other_server(order, settings, server.sglang))
     model = Path(server.hf_checkpoint)
     try:
         engine.start(Weights(model, version=0, digest="", label=f"{order.run_id}/score"))

@@ -9,8 +9,9 @@ import asyncio
 import json
 import logging
 import os
+import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -196,6 +197,24 @@ def plan_server(order: Order, settings: Settings) -> SglangOptions:
         log_path=Path(order.attempt_dir) / "sglang.log",
         random_seed=derive_seed(settings.seed, "server", order.iteration, order.shard),
         leader_host=host,
+    )
+
+
+def plan_other_server(
+    order: Order, settings: Settings, arguments: Mapping[str, Any]
+) -> SglangOptions:
+    """What the server of another model than the policy is told: started as the rollout's are."""
+    from slurm_rl.rollout.sglang import SglangOptions
+
+    rollout = settings.rollout
+    own = {name: str(value) for name, value in rollout.sglang_env.items()}
+    return SglangOptions(
+        arguments=arguments,
+        environment={**os.environ, **own},
+        log_path=Path(order.attempt_dir) / "sglang.log",
+        start_timeout_s=rollout.server_start_timeout_s,
+        request_timeout_s=rollout.request_timeout_s,
+        python=rollout.sglang_python or sys.executable,
     )
 
 

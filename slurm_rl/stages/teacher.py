@@ -9,8 +9,8 @@ The teacher is the init stage's, read and digested once; the commit names its di
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,9 +27,9 @@ from slurm_rl.seeds import derive_seed
 from slurm_rl.stages.init import read_vocab_size
 from slurm_rl.stages.rank import current_rank
 from slurm_rl.stages.reference import read_rollout_samples
-from slurm_rl.stages.serving import read_versions
+from slurm_rl.stages.serving import plan_other_server, read_versions
 from slurm_rl.stages.signals import write_signals
-from slurm_rl.stages.training import check_same, named
+from slurm_rl.stages.training import check_same, check_share, named
 from slurm_rl.storage.damage import check_inputs
 from slurm_rl.types import Input, Order, Result
 
@@ -69,15 +69,13 @@ def run_teacher(order: Order, settings: Settings) -> Result:
 def _by_megatron(
     order: Order, settings: Settings, teacher: Teacher, samples: SampleBatch
 ) -> dict[str, torch.Tensor]:
-    from slurm_rl.config.roles import num_ranks
     from slurm_rl.train import cpu
 
     with cpu.megatron_imports():
         from slurm_rl.train.scorer import Scorer
 
     source = order.input("teacher")
-    share = (current_rank(os.environ), num_ranks(settings, "teacher"))
-    check_inputs(source, named(source, f"{FOLDER}/"), share=share)
+    check_share(source, FOLDER, settings, "teacher")
     model, num = Path(source.path) / FOLDER, teacher.top_logprobs_num
     with Scorer.open(settings, kind="teacher", attempt_dir=Path(order.attempt_dir)) as scorer:
         if num is None:
@@ -147,21 +145,16 @@ def _policy_vocabulary(source: Input, teacher: Path) -> int:
 
 
 def _make_engine(order: Order, settings: Settings, teacher: Teacher) -> SglangEngine:
-    from slurm_rl.rollout.sglang import SglangEngine, SglangOptions
+    from slurm_rl.rollout.sglang import SglangEngine
 
-    rollout = settings.rollout
-    own = {name: str(value) for name, value in rollout.sglang_env.items()}
+    options = plan_other_server(order, settings, teacher.sglang)
+    seed = derive_seed(settings.seed, "teacher", order.iteration)
     return SglangEngine(
-        SglangOptions(
-            arguments=teacher.sglang,
-            environment={**os.environ, **own},
-            log_path=Path(order.attempt_dir) / "sglang.log",
+        dataclasses.replace(
+            options,
             deterministic=settings.deterministic,
-            random_seed=derive_seed(settings.seed, "teacher", order.iteration),
+            random_seed=seed,
             concurrency=teacher.concurrency,
-            start_timeout_s=rollout.server_start_timeout_s,
-            request_timeout_s=rollout.request_timeout_s,
-            python=rollout.sglang_python or sys.executable,
         )
     )
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +24,15 @@ from slurm_rl.stages.signals import read_signals
 from slurm_rl.stages.train_samples import read_batch, served_version
 from slurm_rl.stages.training import (
     check_same,
+    check_share,
     check_versions_follow,
     made_from,
     named,
     open_role,
-    parting_on_error,
+    run_role,
     save_role,
 )
 from slurm_rl.storage.carry import carry_files
-from slurm_rl.storage.damage import check_inputs
 from slurm_rl.types import UNUSUAL, Input, Order, Result
 
 if TYPE_CHECKING:
@@ -49,16 +48,7 @@ def run_train(order: Order, settings: Settings) -> Result:
     """
     if is_warm_up(order, settings):
         return carry_policy(order, settings)
-    started = time.monotonic()
-    trainer = open_trainer(order, settings)
-    opened = time.monotonic()
-    with parting_on_error(trainer):
-        result = train_iteration(trainer, order)
-    trainer.close()
-    result.metrics["perf/load_time"] = opened - started
-    result.provenance["open_s"] = round(opened - started, 3)
-    result.provenance["train_s"] = round(time.monotonic() - opened, 3)
-    return result
+    return run_role(order, settings, "train", train_iteration)
 
 
 def open_trainer(order: Order, settings: Settings) -> Trainer:
@@ -213,8 +203,7 @@ def _reference_dir(order: Order, trainer: Trainer) -> Path | None:
         return None
     source = order.input("reference")
     folder = reference_folder(source)
-    share = (trainer.world.rank, trainer.world.size)
-    check_inputs(source, named(source, f"{folder}/"), share=share)
+    check_share(source, folder, trainer.settings, "train")
     return Path(source.path) / folder
 
 

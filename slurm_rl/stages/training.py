@@ -11,15 +11,16 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_rl.config.roles import updating_roles
+from slurm_rl.config.roles import num_ranks, updating_roles
 from slurm_rl.config.schema import Settings
 from slurm_rl.config.shaping import settings_digest
 from slurm_rl.errors import CorruptError, NumericsError
+from slurm_rl.stages.rank import current_rank
 from slurm_rl.storage.damage import check_inputs
 from slurm_rl.storage.digest import digest_entries, digest_value
 from slurm_rl.types import Input, Order, Result
@@ -29,9 +30,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Role -> key of its weights in a commit's content, and the folder of its first ones in init's.
+#: Role -> key of its weights in a commit's content; also the folder of its first ones in init's.
 FACTS = {"train": "weights", "critic": "critic"}
-_FIRST_FOLDERS = {"train": "weights", "critic": "critic"}
+
+
+def run_role(
+    order: Order, settings: Settings, kind: str, iterate: Callable[[Trainer, Order], Result]
+) -> Result:
+    """One iteration of a role in a process of its own; every rank runs it.
+
+    Raises what `open_role` and `iterate` raise; on disk are then files that nothing names.
+    """
+    started = time.monotonic()
+    trainer = open_role(order, settings, kind)
+    opened = time.monotonic()
+    with parting_on_error(trainer):
+        result = iterate(trainer, order)
+    trainer.close()
+    result.metrics["perf/load_time"] = opened - started
+    result.provenance["open_s"] = round(opened - started, 3)
+    result.provenance["train_s"] = round(time.monotonic() - opened, 3)
+    return result
 
 
 def open_role(order: Order, settings: Settings, kind: str) -> Trainer:
@@ -71,7 +90,7 @@ def _check_memory(trainer: Trainer) -> None:
 
 def weights_folder(source: Input, kind: str) -> str:
     """Where a commit has a role's Hugging Face weights."""
-    return _FIRST_FOLDERS[kind] if source.kind == "init" else "weights"
+    return FACTS[kind] if source.kind == "init" else "weights"
 
 
 @contextlib.contextmanager
@@ -93,6 +112,12 @@ def made_from(order: Order, settings: Settings) -> str:
     inputs = {role: entry.digest for role, entry in order.inputs.items()}
     code = Path(order.code_dir).name  # a loss that was mended is another one
     return digest_value({"inputs": inputs, "settings": settings_digest(settings), "code": code})
+
+
+def check_share(source: Input, folder: str, settings: Settings, kind: str) -> None:
+    """Compare this rank's share of a folder's files with their commit. Raises CorruptError."""
+    share = (current_rank(os.environ), num_ranks(settings, kind))
+    check_inputs(source, named(source, f"{folder}/"), share=share)
 
 
 def named(source: Input, prefix: str, *, only: str = "", but: str = "\0") -> list[str]:

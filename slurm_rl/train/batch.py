@@ -254,16 +254,19 @@ def _find_trained(
     )
 
 
-def rollout_weights(samples: Samples, *, per_token: bool) -> torch.Tensor:
-    """`token_weights` of the whole rollout, float32[R]: denominators know no micro-batch."""
+def rollout_weights(samples: Samples, **options: Any) -> torch.Tensor:
+    """`token_weights` of the whole rollout, float32[R]: denominators know no micro-batch.
+
+    options: `aggregation` and what belongs to it.
+    """
     sizes_U = conversation_sizes(samples)
-    lengths_U = np.add.reduceat(
-        samples.response_lengths.astype(np.int64), np.cumsum(sizes_U) - sizes_U
-    )
+    starts_U = np.cumsum(sizes_U) - sizes_U
+    lengths_U = np.add.reduceat(samples.response_lengths.astype(np.int64), starts_U)
     return token_weights(
         torch.from_numpy(samples.loss_mask),
         lengths_B=torch.from_numpy(lengths_U),
-        per_token=per_token,
+        group_index_B=torch.from_numpy(samples.group_index[starts_U]),
+        **options,
     )
 
 

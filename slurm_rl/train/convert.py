@@ -15,9 +15,13 @@ from typing import Any
 
 import torch
 
-from slurm_rl.errors import ModelError
 from slurm_rl.train.families import check_tensors, hf_shapes
-from slurm_rl.train.geometry import Geometry, parse_model_config, read_geometry
+from slurm_rl.train.geometry import (
+    Geometry,
+    parse_model_config,
+    read_geometry,
+    read_model_config,
+)
 from slurm_rl.train.solo import alone
 from slurm_rl.train.weights import (
     FILE_SIZE_BYTES,
@@ -45,7 +49,7 @@ def rewrite_weights(
 
     Raises ModelError if the source is none, or damaged.
     """
-    config, layout = _read_config(source), read_layout(source)
+    config, layout = read_model_config(source), read_layout(source)
     names = sorted(layout.shapes, key=_natural)
     kept = {name: layout.dtypes[name] for name in names}
     dtypes = kept if dtype is None else _cast(kept, dtype)
@@ -64,7 +68,7 @@ def hf_to_megatron(source: Path, target: Path) -> None:
 
     Raises ModelError for a model that the trainer does not support.
     """
-    config, layout, geometry = _read_config(source), read_layout(source), read_geometry(source)
+    config, layout, geometry = read_model_config(source), read_layout(source), read_geometry(source)
     check_tensors(geometry, folder=source, layout=layout)
     with alone():
         from slurm_rl.train.checkpoint import save_model
@@ -91,7 +95,7 @@ def megatron_to_hf(
     Raises ModelError for a model that the trainer does not support, CorruptError for a checkpoint
     that cannot be read or is of another model.
     """
-    config = _with_dtype(_read_config(like), dtype)
+    config = _with_dtype(read_model_config(like), dtype)
     geometry = parse_model_config(config, where=str(like / CONFIG))
     with alone():
         from slurm_rl.train.checkpoint import load_model
@@ -132,17 +136,6 @@ def _cast(dtypes: dict[str, torch.dtype], dtype: str) -> dict[str, torch.dtype]:
 def _natural(name: str) -> list[Any]:
     """Layer 2 before layer 10."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG
-    try:
-        config: dict[str, Any] = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise ModelError(f"{path}: there is no such file") from error
-    except ValueError as error:
-        raise ModelError(f"{path}: not JSON ({error})") from error
-    return config
 
 
 def _with_dtype(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:

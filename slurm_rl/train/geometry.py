@@ -187,14 +187,19 @@ MODEL_FIELDS = (
 
 def read_geometry(folder: Path) -> Geometry:
     """The geometry in `folder/config.json`; ModelError if it cannot be read."""
+    return parse_model_config(read_model_config(folder), where=str(folder / "config.json"))
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """`folder/config.json` as it is; ModelError if it cannot be read."""
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_bytes())
+        config: dict[str, Any] = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise ModelError(f"{path}: there is no such file") from error
     except ValueError as error:
         raise ModelError(f"{path}: not JSON ({error})") from error
-    return parse_model_config(config, where=str(path))
+    return config
 
 
 def parse_model_config(config: dict[str, Any], *, where: str) -> Geometry:

@@ -81,19 +81,15 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What an iteration is trained on and how far it is; the same for policy and critic.
+    """An iteration's work and how far it is; the same for policy and critic.
 
     seed: of the order of later epochs. resumed: an earlier process did these optimizer steps, and
     the engine holds what they made. after_step: called with the state after each step, and the
     number of all steps.
     """
 
-    samples: Samples
-    signals: Signals = field(default_factory=Signals)
-    hooks: Hooks = field(default_factory=Hooks)
+    work: Work
     seed: int = 0
-    is_first: bool = False
-    is_supervised: bool = False
     resumed: StepState | None = None
     after_step: Callable[[StepState, int], None] = lambda state, num_steps: None
 
@@ -117,10 +113,10 @@ def train_policy(
     rollout's log-probs are too far from the policy's, if in iteration 0 the reference is not the
     policy, or if the policy, before its first step, is not the proximal policy.
     """
-    if task.is_supervised:
+    if task.work.is_supervised:
         with engine.at_temperature(1.0):
             return train_supervised(engine, task, train=train)
-    samples, signals = task.samples, task.signals
+    samples, signals, hooks = task.work.samples, task.work.signals, task.work.hooks
     state = task.resumed or _look_before(engine, task, role=train, reference=reference)
     # What a stage has computed once counts wherever KL does; the ratio is to our own numbers.
     signals = signals.joined(reference=state.reference)
@@ -129,14 +125,16 @@ def train_policy(
     gap = measure_gap(samples, state.proximal)
     check_gap(gap, train=train, first=first_gap)
     metrics = {} if gap is None else gap.metrics()
-    metrics |= check_first_kl(samples, signals, is_own=task.is_first, limit=train.check_first_kl)
+    metrics |= check_first_kl(
+        samples, signals, is_own=task.work.is_first, limit=train.check_first_kl
+    )
 
-    estimates = estimate(samples, train=train, signals=stored, custom=task.hooks.advantage)
+    estimates = estimate(samples, train=train, signals=stored, custom=hooks.advantage)
     metrics |= summarize_estimates(samples, estimates, signals)
     advantages_R = estimates.advantages_R
     if teacher is not None:
         advantages_R = signals.distilled(advantages_R, teacher)
-    correction_R, found = correct(samples, signals, train=train, custom=task.hooks.correction)
+    correction_R, found = correct(samples, signals, train=train, custom=hooks.correction)
     metrics |= found
 
     arrays_R = {"advantages": advantages_R, "proximal": state.proximal}
@@ -144,7 +142,7 @@ def train_policy(
         arrays_R["reference"] = signals.need("reference")
     if correction_R is not None:
         arrays_R["correction"] = correction_R
-    objective = PolicyObjective(train, teacher, task.hooks.loss)
+    objective = PolicyObjective(train, teacher, hooks.loss)
     if objective.distils:
         arrays_R |= {
             "top_ids": signals.need("top_ids"),
@@ -159,9 +157,7 @@ def train_policy(
         return total, count(batch.denominator, logits_bSV), report
 
     updates = _Updates(engine, task, train, objective.sums, loss, train.check_first_ratio)
-    with engine.meter.phase("actor_train"):
-        done = updates.run(state, arrays_R)
-    return metrics | done.summarize("train/")
+    return metrics | updates.run(state, arrays_R)
 
 
 def train_supervised(engine: Engine, task: Task, *, train: Train) -> dict[str, float]:
@@ -181,9 +177,7 @@ def train_supervised(engine: Engine, task: Task, *, train: Train) -> dict[str, f
 
     arrays_R = {"advantages": torch.ones_like(state.proximal), "proximal": state.proximal}
     updates = _Updates(engine, task, train, objective.sums, loss, train.check_first_ratio)
-    with engine.meter.phase("actor_train"):
-        done = updates.run(state, arrays_R)
-    return done.summarize("train/")
+    return updates.run(state, arrays_R)
 
 
 def train_critic(
@@ -191,9 +185,9 @@ def train_critic(
 ) -> dict[str, float]:
     """Update the critic towards `returns_R`; returns metrics under `train/critic-…`.
 
-    The values before the update are `task.signals.values`. Raises NumericsError as `train_policy`.
+    The values before the update are those of its signals. Raises NumericsError as `train_policy`.
     """
-    values_R = task.signals.need("values")
+    values_R = task.work.signals.need("values")
     state = task.resumed or StepState(proximal=values_R)
     objective = CriticObjective(critic)
 
@@ -202,10 +196,10 @@ def train_critic(
         return total, count(batch.denominator, out_bS1), report
 
     arrays_R = {"values": state.proximal, "returns": returns_R}
-    updates = _Updates(engine, task, critic, objective.sums, loss, FIRST_VALUE_TOLERANCE)
-    with engine.meter.phase("critic_train"):
-        done = updates.run(state, arrays_R)
-    return done.summarize("train/critic-")
+    names = {"phase": "critic_train", "prefix": "train/critic-"}
+    limit = FIRST_VALUE_TOLERANCE
+    updates = _Updates(engine, task, critic, objective.sums, loss, limit, **names)
+    return updates.run(state, arrays_R)
 
 
 #: Largest |value - value before the update| accepted before the critic's first step.
@@ -214,7 +208,10 @@ FIRST_VALUE_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class _Updates:
-    """The optimizer steps of an iteration: epochs of global batches of micro-batches."""
+    """The optimizer steps of an iteration: epochs of global batches of micro-batches.
+
+    phase: under which their time is taken. prefix: begins the names of their metrics.
+    """
 
     engine: Engine
     task: Task
@@ -222,27 +219,34 @@ class _Updates:
     sums: tuple[str, ...]
     loss: Callable[[MicroBatch, torch.Tensor], Any]
     first_limit: float
+    phase: str = "actor_train"
+    prefix: str = "train/"
 
-    def run(self, state: StepState, arrays_R: dict[str, torch.Tensor]) -> _Done:
-        """Take the steps that `state` has not; each is reported in it."""
-        weights_R = loss_weights(self.task.samples, role=self.role, custom=self.task.hooks.reducer)
+    def run(self, state: StepState, arrays_R: dict[str, torch.Tensor]) -> dict[str, float]:
+        """Take the steps that `state` has not, each reported in it; the iteration's metrics."""
+        with self.engine.meter.phase(self.phase):
+            self._take_steps(state, arrays_R)
+        return self._summarize(state.reports)
+
+    def _take_steps(self, state: StepState, arrays_R: dict[str, torch.Tensor]) -> None:
+        work = self.task.work
+        weights_R = loss_weights(work.samples, role=self.role, custom=work.hooks.reducer)
         number = 0
         for epoch in range(self.role.epochs):
-            order = epoch_order(self.task.samples, seed=self.task.seed, epoch=epoch)
+            order = epoch_order(work.samples, seed=self.task.seed, epoch=epoch)
             steps = own_share(
                 self.engine,
-                self.task.samples,
+                work.samples,
                 arrays_R=arrays_R,
                 weights_R=weights_R,
                 order=order,
-                **batch_sizes(self.role, self.task.samples),
+                **batch_sizes(self.role, work.samples),
             )
             for microbatches in steps:
                 if number >= state.num_steps:
                     state.reports.append(self._step(microbatches, is_first=number == 0))
                     self.task.after_step(state, len(steps) * self.role.epochs)
                 number += 1
-        return _Done(state.reports, self.sums)
 
     def _step(self, microbatches: list[MicroBatch], *, is_first: bool) -> dict[str, float]:
         engine = self.engine
@@ -264,17 +268,9 @@ class _Updates:
         engine.optimizer_steps += 1
         return report
 
-
-@dataclass(frozen=True, slots=True)
-class _Done:
-    """The reports of all steps."""
-
-    reports: list[dict[str, float]]
-    sums: tuple[str, ...]
-
-    def summarize(self, prefix: str) -> dict[str, float]:
-        """Metrics of the iteration: means over its optimizer steps, the last rate."""
-        reports = self.reports
+    def _summarize(self, reports: list[dict[str, float]]) -> dict[str, float]:
+        """Means over the optimizer steps, the last rate."""
+        prefix = self.prefix
         out = {
             f"{prefix}{name}": sum(report[name] for report in reports) / len(reports)
             for name in (*self.sums, "grad_norm")
@@ -343,12 +339,12 @@ def _look_before(
     engine: Engine, task: Task, *, role: Update, reference: Reference | None
 ) -> StepState:
     """Log-probabilities from before the first step, of the policy and of the reference."""
-    passes = plan_passes(engine, task.samples, role=role)
-    whole = partial(whole_rollout, task.samples, passes)
+    passes = plan_passes(engine, task.work.samples, role=role)
+    whole = partial(whole_rollout, task.work.samples, passes)
     budget = role.log_probs_max_tokens_per_gpu
     with engine.meter.phase("log_probs"):
         proximal_R = whole(policy_logprobs(engine, passes, max_tokens=budget))
-    known_R = task.signals.reference
+    known_R = task.work.signals.reference
     if known_R is None and reference is not None:
         with engine.meter.phase("ref_log_probs"):
             known_R = whole(reference(passes, max_tokens=budget))

@@ -15,9 +15,7 @@ from slurm_rl.errors import ModelError
 from slurm_rl.train.batch import MicroBatch
 from slurm_rl.train.context import gather_tokens, own_tokens
 from slurm_rl.train.forward import Engine, ask_model
-
-#: Logit of a padding column: its exponential is 0.
-_NOWHERE = -1e30
+from slurm_rl.train.vocab_parallel import hide_from
 
 
 def predict_top(engine: Engine, batch: MicroBatch, logits_bSV: torch.Tensor) -> torch.Tensor:
@@ -79,7 +77,7 @@ def find_likeliest(
     """
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     width = logits_NV.shape[-1]
-    held_NV = _hide(logits_NV.float(), below - rank * width)
+    held_NV = hide_from(logits_NV.float(), below - rank * width)
     values_Nk, ids_Nk = held_NV.topk(min(num, width), dim=1)
     ids_Nk = ids_Nk + rank * width
     if size > 1:
@@ -89,14 +87,6 @@ def find_likeliest(
     values_Nk, ids_Nk = values_Nk.gather(1, by_id), ids_Nk.gather(1, by_id)
     chosen = values_Nk.sort(dim=1, descending=True, stable=True).indices[:, :num]
     return ids_Nk.gather(1, chosen)
-
-
-def _hide(logits_NV: torch.Tensor, first: int) -> torch.Tensor:
-    """The logits with the columns from `first` on out of the game; themselves if there are none."""
-    if first >= logits_NV.shape[-1]:
-        return logits_NV
-    columns_V = torch.arange(logits_NV.shape[-1], device=logits_NV.device)
-    return logits_NV.masked_fill(columns_V >= first, _NOWHERE)
 
 
 def _all_gather(values: torch.Tensor, group: Any) -> list[torch.Tensor]:
@@ -116,7 +106,7 @@ def logprobs_at(
     """log softmax of the whole vocabulary at `ids_NK`, float32[N, K]; equal on all tensor ranks."""
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     first = rank * logits_NV.shape[-1]
-    scaled_NV = _hide(logits_NV.float() / temperature, vocab_size - first)
+    scaled_NV = hide_from(logits_NV.float() / temperature, vocab_size - first)
     found: torch.Tensor = _LogProbsAt.apply(scaled_NV, ids_NK - first, group if size > 1 else None)
     return found
 

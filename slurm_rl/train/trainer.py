@@ -275,12 +275,8 @@ class Trainer:
     def _task(self, work: Work) -> Task:
         resumed, self._resumed = self._resumed, None
         return Task(
-            work.samples,
-            signals=work.signals,
-            hooks=work.hooks,
+            work,
             seed=derive_seed(self.settings.seed, self.kind, self.progress.iteration),
-            is_first=work.is_first,
-            is_supervised=work.is_supervised,
             resumed=resumed,
             after_step=partial(self._keep, work.attempt_dir, work.made_from),
         )

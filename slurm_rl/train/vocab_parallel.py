@@ -32,14 +32,18 @@ def logprobs_and_entropy(
     """
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     first = rank * logits_NV.shape[-1]
-    scaled_NV = logits_NV.float() / temperature
-    padding = first + logits_NV.shape[-1] - vocab_size
-    if padding > 0:
-        columns = torch.arange(logits_NV.shape[-1], device=logits_NV.device) + first
-        scaled_NV = scaled_NV.masked_fill(columns >= vocab_size, _NOWHERE)
+    scaled_NV = hide_from(logits_NV.float() / temperature, vocab_size - first)
     group = group if size > 1 else None
     logprobs_N, entropy_N = _VocabParallel.apply(scaled_NV, targets_N - first, group)
     return logprobs_N, entropy_N
+
+
+def hide_from(logits_NV: torch.Tensor, first: int) -> torch.Tensor:
+    """The logits with the columns from `first` on out of the game; themselves if there are none."""
+    if first >= logits_NV.shape[-1]:
+        return logits_NV
+    columns_V = torch.arange(logits_NV.shape[-1], device=logits_NV.device)
+    return logits_NV.masked_fill(columns_V >= first, _NOWHERE)
 
 
 class _VocabParallel(torch.autograd.Function):

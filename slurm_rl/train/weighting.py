@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from slurm_rl.algorithms.aggregation import token_weights
 from slurm_rl.config.train_schema import Update
 from slurm_rl.errors import ConfigError
-from slurm_rl.train.batch import Samples, conversation_sizes
+from slurm_rl.train.batch import Samples, rollout_weights
 
 #: A custom reducer: mask uint8[R], lengths int64[B], group index int64[B] and the section ->
 #: float[R], each token's weight; the denominator is the number of conversations.
@@ -39,14 +38,9 @@ def loss_weights(
         return _checked(
             custom(mask_R, lengths_B, torch.from_numpy(samples.group_index), role), mask_R
         )
-    sizes_U = conversation_sizes(samples)
-    starts_U = np.cumsum(sizes_U) - sizes_U
-    lengths_U = np.add.reduceat(samples.response_lengths.astype(np.int64), starts_U)
-    return token_weights(
-        mask_R,
-        lengths_B=torch.from_numpy(lengths_U),
+    return rollout_weights(
+        samples,
         aggregation="token" if counts_tokens(role) else role.loss_aggregation,
-        group_index_B=torch.from_numpy(samples.group_index[starts_U]),
         constant_length=role.loss_constant_length,
     )
 

@@ -16,6 +16,7 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +58,15 @@ class Killer:
                 self._kill(entry)
                 # What is true after the kill is what counts: it may have moved on meanwhile.
                 self.hits[stage] = self._phase_of(stage, path)
+
+    def attend(self, watcher: subprocess.Popen[str], *, seconds: float) -> None:
+        """Look until `watcher` ends; it must end well, and in time."""
+        deadline = time.monotonic() + seconds
+        while watcher.poll() is None and time.monotonic() < deadline:
+            self.look()
+            time.sleep(0.001)
+        _, err = watcher.communicate(timeout=10)
+        assert watcher.returncode == 0, err
 
     def _phase_of(self, stage: str, spool: Path) -> str:
         iteration, kind = stage.split(".")

@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -129,12 +128,7 @@ def test_a_chain_whose_every_job_was_killed_is_the_same(
     killer.assign(STAGES)
     argv = [PROGRAM, "submit", str(config), "--wait"]
     watcher = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 400
-    while watcher.poll() is None and time.monotonic() < deadline:
-        killer.look()
-        time.sleep(0.001)
-    _, err = watcher.communicate(timeout=10)
-    assert watcher.returncode == 0, err
+    killer.attend(watcher, seconds=400)
     # A job that was to die after its commit may have ended by itself in that moment.
     missed = [killer.wanted[stage] for stage in STAGES if stage not in killer.hits]
     assert missed in ([], ["committed"]), f"not killed: {missed}"

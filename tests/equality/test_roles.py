@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -114,12 +113,7 @@ def test_with_every_job_killed_it_is_the_same(
     killer = Killer(tmp_path / "roles", seed=4)
     killer.assign(STAGES)
     watcher = start(tmp_path, teacher)
-    deadline = time.monotonic() + 1000
-    while watcher.poll() is None and time.monotonic() < deadline:
-        killer.look()
-        time.sleep(0.001)
-    _, err = watcher.communicate(timeout=10)
-    assert watcher.returncode == 0, err
+    killer.attend(watcher, seconds=1000)
     missed = [killer.wanted[stage] for stage in STAGES if stage not in killer.hits]
     assert set(missed) <= {"committed"}, f"not killed: {missed}"
     assert read_digests(tmp_path / "roles") == read_digests(undisturbed)
