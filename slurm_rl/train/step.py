@@ -126,7 +126,7 @@ def train_policy(
     check_gap(gap, train=train, first=first_gap)
     metrics = {} if gap is None else gap.metrics()
     metrics |= check_first_kl(
-        samples, signals, is_own=task.work.is_first, limit=train.check_first_kl
+        samples, stored, is_own=task.work.is_first, limit=train.check_first_kl
     )
 
     estimates = estimate(samples, train=train, signals=stored, custom=hooks.advantage)

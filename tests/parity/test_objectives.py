@@ -12,6 +12,7 @@ import torch
 import trains
 from safetensors.torch import load_file
 
+from slurm_rl.errors import NumericsError
 from slurm_rl.stages.train import run_train
 
 SIGNED = np.array([1.0, -1.0, 0.5, -0.5] * 4, np.float32)
@@ -217,3 +218,25 @@ def test_later_epochs_are_in_an_order_of_their_own_and_the_same_again(tmp_path, 
     assert found[0].files == found[1].files
     assert found[0].metrics["train/num_optimizer_steps"] == 8
     assert found[2].metrics["train/num_optimizer_steps"] == 4
+
+
+@pytest.mark.parametrize("apart", [0.0, 0.05])
+def test_the_first_kl_is_of_the_pair_that_one_stage_computed(
+    tmp_path, made_models, open_trainers, apart
+):
+    """Passes that were cut otherwise may give other numbers, in bfloat16; the same to both."""
+    settings = trains.tiny_settings(tmp_path, train={"check_first_kl": 1e-3})
+    order = trains.train_order(tmp_path, made_models(settings), "a")
+    samples = trains.made_up_samples(0)
+    stage_R = torch.full((len(samples.loss_mask),), -2.0)
+    trainer = open_trainers(order, settings)
+    from slurm_rl.train.returns import Signals
+    from slurm_rl.train.step import Work
+
+    signals = Signals(proximal=stage_R, reference=stage_R - apart)
+    work = Work(samples, signals=signals, is_first=True)
+    if apart:
+        with pytest.raises(NumericsError, match=r"KL to the reference is 0\.05, but"):
+            trainer.step(work)
+    else:
+        assert trainer.step(work)["train/first_kl"] == 0.0
