@@ -8,9 +8,10 @@ ORACLES_VENV ?= .venv-oracles
 # torch's version is pinned to one that has a CPU build for Python 3.11 and 3.12.
 TORCH ?= torch==2.13.0
 # What numbers are compared with. verl and TRL go in without their dependencies, of which most serve
-# engines that no test here starts; then what they import on a CPU.
+# engines that no test here starts; then what they import on a CPU; and Triton, whose interpreter runs
+# the GPU's kernels on a CPU.
 ORACLES := verl==0.9.1 trl==1.16.0 omegaconf==2.4.0 tensordict==0.15.3 pyvers==0.2.3 codetiming==1.4.0
-ORACLES_NEED := ray==2.60.0 datasets==5.2.0 pandas==3.1.1
+ORACLES_NEED := triton==3.6.0 ray==2.60.0 datasets==5.2.0 pandas==3.1.1
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 FAST := $(PYTEST) -q -m 'not slow and not exhaustive'
 ORACLES_PYTEST := OMP_NUM_THREADS=1 $(ORACLES_VENV)/bin/python -m pytest
@@ -31,7 +32,7 @@ $(SGLANG_VENV)/.installed: tools/install_sglang_cpu.sh $(wildcard tools/sglang_c
 	PYTHON=$(PYTHON) bash tools/install_sglang_cpu.sh $(SGLANG_VENV)
 	touch $@
 
-oracles: $(ORACLES_VENV)/.installed ## verl and TRL, to compare numbers with; 0.4 GB
+oracles: $(ORACLES_VENV)/.installed ## verl, TRL and Triton, to compare numbers with; 0.9 GB
 
 # An environment of its own that sees the packages of $(VENV): torch is not installed twice, and pip
 # does not report, at each later install there, what verl says that it needs.

@@ -13,7 +13,6 @@ has it; otherwise one after the other, each as if its sequence were alone.
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import math
 from collections.abc import Sequence
@@ -27,44 +26,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
-
-def adapt_varlen(kernel: Any) -> Any:
-    """torch's variable-length attention, causal, as `attend_varlen` calls it.
-
-    Its first versions knew neither a scale nor grouped queries, and called the mask otherwise.
-    """
-    taken = set(inspect.signature(kernel).parameters)
-    causal = {"window_size": (-1, 0)} if "window_size" in taken else {"is_causal": True}
-
-    def attend(query: Any, key: Any, value: Any, *bounds: Any, scale: float) -> torch.Tensor:
-        options: dict[str, Any] = dict(causal)
-        if "scale" in taken:
-            options["scale"] = scale
-        else:
-            query = query * (scale * math.sqrt(query.shape[-1]))
-        times = query.shape[1] // key.shape[1]
-        if times > 1 and "enable_gqa" in taken:
-            options["enable_gqa"] = True
-        elif times > 1:
-            key, value = (t.repeat_interleave(times, dim=1) for t in (key, value))
-        out: torch.Tensor = kernel(query, key, value, *bounds, **options)
-        return out
-
-    return attend
-
-
-def _find_varlen_kernel() -> Any:
-    """What of it this torch and this machine have; None if nothing."""
-    if not torch.cuda.is_available():
-        return None
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return adapt_varlen(varlen_attn)
-
-
-VARLEN_KERNEL = _find_varlen_kernel()
+from slurm_rl.train.varlen import find_kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +118,9 @@ class CausalAttention(MegatronModule):
         spans = causal_spans(lengths, cp_rank=rank, cp_size=cp_size)
         if packed_seq_params is None:
             return attend_spans(query, key, value, spans, scale=self.scale)
-        if VARLEN_KERNEL is not None and query.dtype in (torch.bfloat16, torch.float16):
-            return attend_varlen(query, key, value, spans, scale=self.scale, kernel=VARLEN_KERNEL)
+        kernel = find_kernel() if query.dtype in (torch.bfloat16, torch.float16) else None
+        if kernel is not None:
+            return attend_varlen(query, key, value, spans, scale=self.scale, kernel=kernel)
         q, k, v = (t.unsqueeze(1) for t in (query, key, value))
         return attend_spans(q, k, v, spans, scale=self.scale).squeeze(1)
 
@@ -232,7 +195,7 @@ def attend_varlen(
     scale: float,
     kernel: Any,
 ) -> torch.Tensor:
-    """All spans in one call of `kernel` (`adapt_varlen`); [t, heads, d] -> [t, heads × d]."""
+    """All spans in one call of `kernel` (`varlen.py`); [t, heads, d] -> [t, heads × d]."""
     bounds_q, bounds_k = _bounds(spans, device=query.device)
     if key.shape[0] != query.shape[0]:  # the chunks of a sequence see the same keys
         parts = [slice(span.k_start, span.k_stop) for span in spans]

@@ -37,7 +37,8 @@ def sequence_multiple(config: Any) -> int:
 
 
 def model_inputs(batch: MicroBatch, *, on_device: bool) -> dict[str, Any]:
-    """What the model takes: this rank's tokens and their positions, and where sequences end.
+    """What the model takes: this rank's tokens and their positions, where sequences end, and which
+    tokens' output is wanted: the trained ones'.
 
     on_device: whether the ends must be on the device, for kernels of TransformerEngine; our own
     attention and Megatron's rotary embedding read them on the CPU, and would wait for the GPU.
@@ -64,6 +65,7 @@ def model_inputs(batch: MicroBatch, *, on_device: bool) -> dict[str, Any]:
         "position_ids": positions_S.expand_as(tokens_bS),
         "attention_mask": None,
         "packed_seq_params": packed,
+        "rows_n": own_tokens(batch)[0],
     }
 
 

@@ -4,8 +4,8 @@ Owns what a pass takes and gives: this rank's micro-batches, and log-probabiliti
 their trained tokens, the same on tensor and context ranks. The loss is `objective.py`'s, the
 optimizer's steps are `step.py`'s.
 
-Legend: B samples, R response tokens of the rollout, N trained tokens of a micro-batch, V vocabulary
-columns of this tensor rank.
+Legend: B samples, R response tokens of the rollout, N trained tokens of a micro-batch, n those
+of this context rank, V vocabulary columns of this tensor rank.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def policy_logprobs(
     """
     asked = engine if temperature is None else replace(engine, temperature=temperature)
 
-    def ask(batch: MicroBatch, logits_bSV: torch.Tensor) -> torch.Tensor:
-        logprobs_N: torch.Tensor = predict(asked, batch, logits_bSV)[0]
+    def ask(batch: MicroBatch, logits_1nV: torch.Tensor) -> torch.Tensor:
+        logprobs_N: torch.Tensor = predict(asked, batch, logits_1nV)[0]
         return logprobs_N
 
     return ask_model(engine, microbatches, ask, max_tokens=max_tokens)
@@ -132,7 +132,7 @@ def run_microbatches(
 ) -> list[Any]:
     """Forward (and backward) passes by Megatron's schedule, with pipelines or without.
 
-    `loss(batch, logits_bSV)` gives (sum to differentiate, denominator, report); the reports
+    `loss(batch, logits_1nV)` gives (sum to differentiate, denominator, report); the reports
     come back in order, on the last pipeline rank. Other ranks may have another number of
     micro-batches; where a schedule needs more of them, empty ones are passed too.
     """
@@ -163,11 +163,11 @@ def run_microbatches(
     return reports[: len(microbatches)]
 
 
-def predict(engine: Engine, batch: MicroBatch, logits_bSV: torch.Tensor) -> Any:
+def predict(engine: Engine, batch: MicroBatch, logits_1nV: torch.Tensor) -> Any:
     """Log-probability and entropy of every trained token, float32[N] each, with gradient."""
-    position_n, own_n = own_tokens(batch)
+    _, own_n = own_tokens(batch)
     found = logprobs_and_entropy(
-        logits_bSV.flatten(0, 1).index_select(0, position_n),
+        logits_1nV[0],
         targets_N=batch.targets_N if own_n is None else batch.targets_N[own_n],
         temperature=engine.temperature,
         vocab_size=engine.vocab_size,
@@ -272,9 +272,9 @@ def _filler(like: MicroBatch, config: Any) -> MicroBatch:
     )
 
 
-def _no_loss(logits_bSV: torch.Tensor) -> Any:
+def _no_loss(logits_1nV: torch.Tensor) -> Any:
     # Nothing is summed, but every rank goes through the backward pass.
-    return logits_bSV[..., :0].float().sum(), count(0, logits_bSV), {}
+    return logits_1nV[..., :0].float().sum(), count(0, logits_1nV), {}
 
 
 def _is_float16_wrapped(model: Any) -> bool:

@@ -13,7 +13,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed import finalize_model_grads as finalize
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import (
     MLATransformerConfig,
@@ -21,13 +20,14 @@ from megatron.core.transformer.transformer_config import (
 )
 
 from slurm_rl.errors import ConfigError
-from slurm_rl.train import experts, latent
+from slurm_rl.train import experts, fused, latent
 from slurm_rl.train.chunks import Chunks, model_chunks
 from slurm_rl.train.families import check_layout
 from slurm_rl.train.geometry import Geometry, gpt_fields, megatron_fields
 from slurm_rl.train.loading import mark_split_parameters
 from slurm_rl.train.options import MegatronOptions
 from slurm_rl.train.post_norms import add_post_norms
+from slurm_rl.train.rows import RowsModel
 from slurm_rl.train.spec import block_spec
 from slurm_rl.train.value_head import ValueModel
 
@@ -38,7 +38,6 @@ _DEFAULTS = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
     "masked_softmax_fusion": False,
-    "bias_activation_fusion": False,
     "bias_dropout_fusion": False,
     "apply_rope_fusion": False,
     "gradient_accumulation_fusion": False,
@@ -79,6 +78,7 @@ def model_config(
         "use_cpu_initialization": not torch.cuda.is_available(),
         "deterministic_mode": deterministic,
         **_DEFAULTS,
+        "bias_activation_fusion": options.fused and fused.find_layers() is not None,
         **options.transformer,
         **megatron_fields(geometry),
         "activation_func": torch.nn.functional.silu,
@@ -86,9 +86,11 @@ def model_config(
     }
     kind = TransformerConfig if geometry.mla is None else MLATransformerConfig
     try:
-        return kind(**fields | {"bf16": bf16})
+        config = kind(**fields | {"bf16": bf16})
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"train.megatron: Megatron-core refuses it: {error}") from error
+    fused.switch(config, on=options.fused)
+    return config
 
 
 def is_bf16(geometry: Geometry, options: MegatronOptions) -> bool:
@@ -129,11 +131,11 @@ def build_model(geometry: Geometry, config: TransformerConfig) -> Any:
 
 def _build_chunk(
     geometry: Geometry, config: TransformerConfig, *, vp_stage: int | None = None
-) -> GPTModel:
+) -> RowsModel:
     spec = block_spec(config, vp_stage=vp_stage)
     if geometry.post_norms:
         add_post_norms(spec)
-    kind = ValueModel if geometry.value_head else GPTModel
+    kind = ValueModel if geometry.value_head else RowsModel
     place = {"ignore_virtual": False, "vp_stage": vp_stage}
     model = kind(
         config=config,
@@ -167,7 +169,7 @@ def wrap_model(model: Any, options: MegatronOptions) -> Any:
 
 
 def _wrap_chunk(
-    model: GPTModel, options: MegatronOptions, *, number: int
+    model: RowsModel, options: MegatronOptions, *, number: int
 ) -> DistributedDataParallel:
     config = model.config
     defaults = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True}

@@ -35,12 +35,13 @@ class MegatronOptions:
     """`train.megatron`, each key where it belongs.
 
     per_token: the user's `calculate_per_token_loss`; Megatron's own flag is always on, with
-    weights and denominators of ours (`algorithms/losses.py`).
+    weights and denominators of ours (`algorithms/losses.py`). fused: the role's `fused_kernels`.
     """
 
     layout: Layout = field(default_factory=Layout)
     bf16: bool | None = None
     per_token: bool = False
+    fused: bool = True
     transformer: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
@@ -48,7 +49,7 @@ class MegatronOptions:
 
 
 def split_megatron(
-    options: dict[str, Any], *, above: str = "train", trains: bool = True
+    options: dict[str, Any], *, above: str = "train", trains: bool = True, fused: bool = True
 ) -> MegatronOptions:
     """Sort `train.megatron`, or that of the role `above`, by destination. Imports Megatron-core's
     config classes.
@@ -78,6 +79,7 @@ def split_megatron(
         layout=read_layout_sizes(options),
         bf16=options.get("bf16"),
         per_token=per_token,
+        fused=fused,
         schedule=schedule,
         **parts,
     )

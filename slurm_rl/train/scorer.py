@@ -49,7 +49,9 @@ class Scorer:
 
         Raises ConfigError (layout, ranks).
         """
-        options = split_megatron(role_megatron(settings, kind), trains=False)
+        section = role(settings, kind)
+        megatron = role_megatron(settings, kind)
+        options = split_megatron(megatron, trains=False, fused=section.fused_kernels)
         if settings.deterministic:
             prepare_determinism()
         world: World = distributed.read_world(os.environ, expected=num_ranks(settings, kind))

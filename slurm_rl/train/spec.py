@@ -4,7 +4,8 @@ TransformerEngine's.
 Why not Megatron's own local attention: it builds the whole [s, s] matrix, and takes neither packed
 sequences nor context parallelism; its RMSNorm refuses sequence parallelism. Parameter names are
 those of Megatron's local spec, so that checkpoints and `families.py` do not depend on this module.
-Runs on CPU and GPU; needs neither TransformerEngine nor Apex.
+Runs on CPU and GPU; needs neither TransformerEngine nor Apex. On a GPU with Triton some of it goes
+through kernels of our own (`fused.py`).
 
 `train.megatron.transformer_impl: transformer_engine` takes Megatron's own spec of these modules
 instead, as it is. It needs a GPU and the package. That way has been run by no test of this project;
@@ -32,6 +33,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from slurm_rl.errors import ConfigError
 from slurm_rl.train.attention import CausalAttention
+from slurm_rl.train.fused import kernels_of
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -47,6 +49,13 @@ class RMSNorm(torch.nn.RMSNorm):
             device=None if config.use_cpu_initialization else torch.cuda.current_device(),
         )
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+        self._kernels = kernels_of(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._kernels is None:
+            return super().forward(x)
+        normed: torch.Tensor = self._kernels.RMSNormFunction.apply(x, self.weight, self.eps)
+        return normed
 
 
 def block_spec(

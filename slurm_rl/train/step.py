@@ -7,7 +7,7 @@ same for values. What is left out here: files, commits, ranks finding each other
 are cut (`batch.py`) and run (`forward.py`), and what the loss is (`objective.py`).
 
 Legend: B samples, U conversations, R response tokens of the rollout, N trained tokens of a
-micro-batch, V vocabulary columns of this tensor rank.
+micro-batch, n those of this context rank, V vocabulary columns of this tensor rank.
 """
 
 from __future__ import annotations
@@ -150,11 +150,11 @@ def train_policy(
         }
         check_tokens(arrays_R["top_ids"], below=engine.vocab_size)
 
-    def loss(batch: MicroBatch, logits_bSV: torch.Tensor) -> Any:
-        top_NK = predict_top(engine, batch, logits_bSV) if objective.distils else None
-        logprobs_N, entropy_N = predict(engine, batch, logits_bSV)
+    def loss(batch: MicroBatch, logits_1nV: torch.Tensor) -> Any:
+        top_NK = predict_top(engine, batch, logits_1nV) if objective.distils else None
+        logprobs_N, entropy_N = predict(engine, batch, logits_1nV)
         total, report = objective.loss(batch, logprobs_N, entropy_N, top_NK)
-        return total, count(batch.denominator, logits_bSV), report
+        return total, count(batch.denominator, logits_1nV), report
 
     updates = _Updates(engine, task, train, objective.sums, loss, train.check_first_ratio)
     return metrics | updates.run(state, arrays_R)
@@ -171,9 +171,9 @@ def train_supervised(engine: Engine, task: Task, *, train: Train) -> dict[str, f
     state = task.resumed or _look_before(engine, task, role=train, reference=None)
     objective = PolicyObjective(train)
 
-    def loss(batch: MicroBatch, logits_bSV: torch.Tensor) -> Any:
-        total, report = objective.loss(batch, *predict(engine, batch, logits_bSV))
-        return total, count(batch.denominator, logits_bSV), report
+    def loss(batch: MicroBatch, logits_1nV: torch.Tensor) -> Any:
+        total, report = objective.loss(batch, *predict(engine, batch, logits_1nV))
+        return total, count(batch.denominator, logits_1nV), report
 
     arrays_R = {"advantages": torch.ones_like(state.proximal), "proximal": state.proximal}
     updates = _Updates(engine, task, train, objective.sums, loss, train.check_first_ratio)
@@ -191,9 +191,9 @@ def train_critic(
     state = task.resumed or StepState(proximal=values_R)
     objective = CriticObjective(critic)
 
-    def loss(batch: MicroBatch, out_bS1: torch.Tensor) -> Any:
-        total, report = objective.loss(batch, predict_values(batch, out_bS1))
-        return total, count(batch.denominator, out_bS1), report
+    def loss(batch: MicroBatch, out_1n1: torch.Tensor) -> Any:
+        total, report = objective.loss(batch, predict_values(batch, out_1n1))
+        return total, count(batch.denominator, out_1n1), report
 
     arrays_R = {"values": state.proximal, "returns": returns_R}
     names = {"phase": "critic_train", "prefix": "train/critic-"}

@@ -1,6 +1,7 @@
 """The policy's log-probabilities of the tokens that a teacher finds likeliest.
 
-Legend: N trained tokens, K tokens at each, V vocabulary columns of this tensor rank.
+Legend: N trained tokens, n those of this context rank, K tokens at each, V vocabulary columns of
+this tensor rank.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from slurm_rl.train.forward import Engine, ask_model
 from slurm_rl.train.vocab_parallel import hide_from
 
 
-def predict_top(engine: Engine, batch: MicroBatch, logits_bSV: torch.Tensor) -> torch.Tensor:
+def predict_top(engine: Engine, batch: MicroBatch, logits_1nV: torch.Tensor) -> torch.Tensor:
     """Log-probabilities float32[N, K] at `batch.arrays["top_ids"]`, with gradient.
 
     At the rollout's temperature, over the whole vocabulary.
     """
-    position_n, own_n = own_tokens(batch)
+    _, own_n = own_tokens(batch)
     ids_NK = batch.arrays["top_ids"]
     found_nK = logprobs_at(
-        logits_bSV.flatten(0, 1).index_select(0, position_n),
+        logits_1nV[0],
         ids_NK=ids_NK if own_n is None else ids_NK[own_n],
         temperature=engine.temperature,
         vocab_size=engine.vocab_size,
@@ -50,9 +51,9 @@ def likeliest_tokens(
         raise ModelError(f"teacher.top_logprobs_num = {num}, but there are {below} tokens")
     group = parallel_state.get_tensor_model_parallel_group()
 
-    def ask(batch: MicroBatch, logits_bSV: torch.Tensor) -> torch.Tensor:
-        position_n, own_n = own_tokens(batch)
-        logits_nV = logits_bSV.flatten(0, 1).index_select(0, position_n)
+    def ask(batch: MicroBatch, logits_1nV: torch.Tensor) -> torch.Tensor:
+        _, own_n = own_tokens(batch)
+        logits_nV = logits_1nV[0]
         ids_nK = find_likeliest(logits_nV, num=num, below=below, group=group)
         targets_n = batch.targets_N if own_n is None else batch.targets_N[own_n]
         logprobs_nL = logprobs_at(

@@ -122,7 +122,8 @@ class Trainer:
         Raises ConfigError (layout, ranks, schedule) or ModelError (family, files).
         """
         geometry, layout = read_geometry(weights_dir), read_layout(weights_dir)
-        options = split_megatron(role_megatron(settings, kind))
+        fused = updating_roles(settings)[kind].fused_kernels
+        options = split_megatron(role_megatron(settings, kind), fused=fused)
         world = distributed.read_world(os.environ, expected=num_ranks(settings, kind))
         if settings.deterministic:
             prepare_determinism()

@@ -10,10 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
+
+from slurm_rl.train.rows import RowsModel
 
 
 class ValueHead(torch.nn.Module):
@@ -28,7 +29,7 @@ class ValueHead(torch.nn.Module):
         kind = {"dtype": config.params_dtype, "device": device}
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, **kind))
         self.bias = torch.nn.Parameter(torch.zeros(1, **kind))
-        self._is_split = bool(config.sequence_parallel)
+        self.sequence_parallel = bool(config.sequence_parallel)
 
     def forward(
         self,
@@ -38,15 +39,15 @@ class ValueHead(torch.nn.Module):
     ) -> tuple[torch.Tensor, None]:
         """input_ [s, b, hidden]; under sequence parallelism this rank's part of the sequence."""
         assert weight is None, "a value head shares no weight with the embedding"
-        if self._is_split:
+        if self.sequence_parallel:
             # Every rank computes the same loss: the gradient is to be cut, not summed.
             input_ = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False)
         values = functional.linear(input_.float(), self.weight.float(), self.bias.float())
         return values, None
 
 
-class ValueModel(GPTModel):
-    """GPTModel with a ValueHead as `output_layer`, on the last pipeline rank."""
+class ValueModel(RowsModel):
+    """RowsModel with a ValueHead as `output_layer`, on the last pipeline rank."""
 
     def __init__(self, **arguments: Any) -> None:
         assert not arguments["share_embeddings_and_output_weights"]

@@ -1,4 +1,4 @@
-"""A critic's values of trained tokens. Legend: N trained tokens, [b, S] positions of a pass."""
+"""A critic's values of trained tokens. Legend: N trained tokens, n of this context rank."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from slurm_rl.train.context import gather_tokens, own_tokens
 from slurm_rl.train.forward import Engine, ask_model
 
 
-def predict_values(batch: MicroBatch, out_bS1: torch.Tensor) -> torch.Tensor:
+def predict_values(batch: MicroBatch, out_1n1: torch.Tensor) -> torch.Tensor:
     """The value before each trained token, float32[N], with gradient.
 
     It stands where the logits that predict the token would: the state in which the token is chosen.
     """
-    position_n, own_n = own_tokens(batch)
-    values_n = out_bS1.flatten().float().index_select(0, position_n)
-    (values_N,) = gather_tokens((values_n,), own_n, num=len(batch.targets_N))
+    _, own_n = own_tokens(batch)
+    (values_N,) = gather_tokens((out_1n1.flatten().float(),), own_n, num=len(batch.targets_N))
     return values_N
 
 

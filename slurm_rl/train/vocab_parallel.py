@@ -1,7 +1,10 @@
 """Log-probabilities and entropy of logits whose vocabulary is split over tensor ranks.
 
-Legend: N tokens, V columns of this rank. Megatron-core has a cross entropy of this kind but
-no entropy; here one pass gives both, and padding columns count nothing.
+Megatron-core has a cross entropy of this kind but no entropy; here one pass gives both, and padding
+columns count nothing. On a GPU with Triton the kernels of `fused_vocab.py` compute them without a
+float32 copy of the logits, elsewhere PyTorch's operations.
+
+Legend: N tokens, V columns of this rank.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from slurm_rl.train.kernels import find_kernels
 
 #: Logit of a padding column: exp of it is 0, and 0 times it is 0 (which -inf would not be).
 _NOWHERE = -1e30
@@ -32,9 +37,36 @@ def logprobs_and_entropy(
     """
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     first = rank * logits_NV.shape[-1]
-    scaled_NV = hide_from(logits_NV.float() / temperature, vocab_size - first)
     group = group if size > 1 else None
+    if logits_NV.is_cuda and (kernels := find_kernels("fused_vocab")) is not None:
+        width = min(max(vocab_size - first, 0), logits_NV.shape[-1])
+        return fused(
+            logits_NV,
+            targets_N - first,
+            temperature=temperature,
+            width=width,
+            group=group,
+            kernels=kernels,
+        )
+    scaled_NV = hide_from(logits_NV.float() / temperature, vocab_size - first)
     logprobs_N, entropy_N = _VocabParallel.apply(scaled_NV, targets_N - first, group)
+    return logprobs_N, entropy_N
+
+
+def fused(
+    logits_NV: torch.Tensor,
+    local_targets_N: torch.Tensor,
+    *,
+    temperature: float,
+    width: int,
+    kernels: Any,
+    group: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by `kernels` (`fused_vocab.py`); targets count from this rank's first column, and
+    columns from `width` on are padding."""
+    logprobs_N, entropy_N = _Fused.apply(
+        logits_NV, local_targets_N, temperature, width, group, kernels
+    )
     return logprobs_N, entropy_N
 
 
@@ -78,6 +110,54 @@ class _VocabParallel(torch.autograd.Function):
         if grad_entropy_N is not None:
             grad_NV -= p_NV * (logprobs_NV + entropy_N[:, None]) * grad_entropy_N[:, None]
         return grad_NV, None, None
+
+
+class _Fused(torch.autograd.Function):
+    """The same by kernels; what is saved are the logits themselves, and two numbers a row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_NV: Any,
+        targets_N: Any,
+        temperature: float,
+        width: int,
+        group: Any,
+        kernels: Any,
+    ) -> Any:
+        ctx.set_materialize_grads(False)
+        own_N, sum_N, bent_N, target_N = kernels.row_sums(
+            logits_NV, targets_N, temperature=temperature, width=width
+        )
+        maximum_N = own_N
+        if group is not None:
+            maximum_N = _reduce(own_N.clone(), group, dist.ReduceOp.MAX)
+            # Each rank has counted from its own largest; one without columns has none.
+            moved_N = torch.where(sum_N > 0, own_N - maximum_N, 0.0)
+            bent_N = _reduce((bent_N + sum_N * moved_N) * moved_N.exp(), group)
+            sum_N = _reduce(sum_N * moved_N.exp(), group)
+            target_N = _reduce(target_N.contiguous(), group)
+        log_sum_N = sum_N.log()
+        log_total_N = maximum_N + log_sum_N
+        entropy_N = log_sum_N - bent_N / sum_N
+        ctx.save_for_backward(logits_NV, targets_N, log_total_N, entropy_N)
+        ctx.plan = kernels, {"temperature": temperature, "width": width}
+        return target_N - log_total_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        logits_NV, targets_N, log_total_N, entropy_N = ctx.saved_tensors
+        kernels, plan = ctx.plan
+        grad_NV = kernels.logits_gradient(
+            logits_NV,
+            targets_N,
+            log_total_N=log_total_N,
+            entropy_N=entropy_N,
+            grad_logprobs_N=grads[0],
+            grad_entropy_N=grads[1],
+            **plan,
+        )
+        return grad_NV, None, None, None, None, None
 
 
 def _reduce(values_N: Any, group: Any, op: Any = dist.ReduceOp.SUM) -> Any:

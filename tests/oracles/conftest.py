@@ -9,6 +9,8 @@ import os
 import warnings
 
 os.environ.update(HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1", TOKENIZERS_PARALLELISM="false")
+# Before Triton is imported: its own functions are made for the interpreter too, or not.
+os.environ["TRITON_INTERPRET"] = "1"
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import stand_in_kernels
 import trains
 
 MODEL = {"num_hidden_layers": 4}
@@ -36,12 +37,14 @@ def case(
     save: tuple[int, ...] = (),
     micro_batch_size: int = 3,
     model: str = "dense",
+    fused: bool = False,
     **megatron: Any,
 ) -> dict[str, Any]:
     """One layout of `model`: the steps to take, from the checkpoint of case `load` after its step 0
-    if there is one; those to save after. packed: the budget of a micro-batch, None if padded."""
+    if there is one; those to save after. packed: the budget of a micro-batch, None if padded. fused: by `stand_in_kernels.py`."""
     own = {"lr": LR, "weight_decay": 0.1, "clip_grad": 0.5} | megatron
     parts = {"packed": packed, "load": load, "steps": steps, "save": save, "model": model}
+    parts["fused"] = fused
     return {"name": name, "megatron": own, "micro_batch_size": micro_batch_size, **parts}
 
 
@@ -104,7 +107,9 @@ def _run_case(one: dict[str, Any], plan: dict[str, Any]) -> None:
     attempt.mkdir(exist_ok=True)
     distributed.join(world, attempt_dir=attempt, settings=settings, layout=options.layout)
     try:
-        found = _train(one, root, Path(plan["models"][one["model"]]), options, settings)
+        with stand_in_kernels.used(one["fused"]) as calls:
+            found = _train(one, root, Path(plan["models"][one["model"]]), options, settings)
+        found["num_kernel_calls"] = dict(calls)
         if world.rank == 0:
             (root / f"{one['name']}.json").write_text(json.dumps(found))
     finally:
@@ -225,15 +230,15 @@ def train_step(engine: Any, step: int, one: dict[str, Any]) -> tuple[float, floa
     # In other micro-batches than those of the step, where they are packed.
     before = policy_logprobs(engine, batches, max_tokens=one["packed"] and 3 * one["packed"])
 
-    def loss(batch: Any, logits_bSV: Any) -> Any:
-        logprobs_N, entropy_N = predict(engine, batch, logits_bSV)
+    def loss(batch: Any, logits_1nV: Any) -> Any:
+        logprobs_N, entropy_N = predict(engine, batch, logits_1nV)
         # Of whole sequences too, as GSPO's ratio is.
         sums_B = torch.zeros(batch.num_sequences).index_add(0, batch.sequence_N, logprobs_N)
         each_N = -batch.arrays["advantages"] * logprobs_N - 0.01 * entropy_N
         each_N = each_N + 1e-3 * sums_B[batch.sequence_N] * logprobs_N
         total = (batch.weights_N * each_N).sum()
         report = torch.stack([total.detach().clone(), torch.tensor(float(batch.denominator))])
-        return total, count(batch.denominator, logits_bSV), report
+        return total, count(batch.denominator, logits_1nV), report
 
     engine.model.zero_grad_buffer()
     engine.optimizer.zero_grad()

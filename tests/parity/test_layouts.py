@@ -26,6 +26,9 @@ PADDED = {
         "pipeline_model_parallel_size": 2,
         "virtual_pipeline_model_parallel_size": 2,
     },
+    "fused-tensor": {"fused": True, **DENSE["tensor"]},
+    "fused-context": {"fused": True, **DENSE["context"]},
+    "fused-context-padded": {"fused": True, "context_parallel_size": 2},
 }
 MOE = {
     "experts": {"packed": 40, "expert_model_parallel_size": 2},
@@ -44,6 +47,7 @@ ALONE = {
     "budget-20": {"packed": 20},
     "budget-all": {"packed": 10_000},
     "micro-batches-of-5": {"micro_batch_size": 5},
+    "fused": {"packed": 40, "fused": True},
     "recompute-none": {"packed": 40, "bf16": True},
     "recompute-selective": {"packed": 40, "bf16": True, "recompute_granularity": "selective"},
     "recompute-full": {"packed": 40, "bf16": True, **FULL},
@@ -51,6 +55,7 @@ ALONE = {
 MOE_ALONE = {
     "moe-packed": {"packed": 40},
     "moe-allgather": {"moe_token_dispatcher_type": "allgather"},
+    "moe-fused": {"fused": True},
 }
 
 
@@ -126,7 +131,7 @@ def assert_agree(mine, theirs, *, skipped=0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["budget-one-sample", "budget-20", "budget-all", "micro-batches-of-5"]
+    "name", ["budget-one-sample", "budget-20", "budget-all", "micro-batches-of-5", "fused"]
 )
 def test_how_samples_are_cut_into_micro_batches_is_of_no_matter(alone, name):
     assert_agree(alone[name], alone["one"])
@@ -142,6 +147,14 @@ def test_a_dense_model_trains_the_same_in_every_layout(dense, name):
 @pytest.mark.parametrize("name", [*MOE, *MOE_ALONE])
 def test_a_mixture_of_experts_trains_the_same(moe, name):
     assert_agree(moe[name], moe["moe-one"])
+
+
+@pytest.mark.slow
+def test_kernels_are_used_where_they_are_and_nowhere_else(dense, moe):
+    for name in ("fused", "moe-fused", "fused-tensor", "fused-context", "fused-context-padded"):
+        calls = (dense | moe)[name]["num_kernel_calls"]
+        assert {"norm", "swiglu", "rotary"} == set(calls) and min(calls.values()) >= 4, name
+    assert not dense["one"]["num_kernel_calls"]
 
 
 @pytest.mark.slow

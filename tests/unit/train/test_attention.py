@@ -11,12 +11,12 @@ from slurm_rl.train import cpu
 
 with cpu.megatron_imports():
     from slurm_rl.train.attention import (
-        adapt_varlen,
         attend_spans,
         attend_varlen,
         causal_spans,
         chunk_order,
     )
+    from slurm_rl.train.varlen import adapt_varlen, takes_groups
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
 CPU = torch.device("cpu")
@@ -147,3 +147,52 @@ def test_one_kernel_for_all_spans_gets_the_right_runs(cp_size, kernel):
         found = attend_varlen(own, key, value, spans, scale=0.3, kernel=adapt_varlen(kernel))
         wanted = attend_spans(*(t[:, None] for t in (own, key, value)), spans, scale=0.3)[:, 0]
         assert (found - wanted).abs().max() < 1e-5
+
+
+def plain_attention(query, key, value, ends_q, ends_k, max_q, max_k, *, scale, window_size):
+    """Runs of equally many heads, in the tensors' own precision."""
+    runs = [ends_q.diff().tolist(), ends_k.diff().tolist()]
+    parts = zip(query.split(runs[0]), key.split(runs[1]), value.split(runs[1]), strict=True)
+    out = []
+    for q, k, v in parts:
+        scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * scale
+        hidden = torch.ones(len(q), len(k)).triu(len(k) - len(q) + 1).bool()
+        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        out.append(torch.einsum("hqk,khd->qhd", weights, v.float()).to(q.dtype))
+    return torch.cat(out)
+
+
+def grouped(query, key, value, *bounds, scale=None, window_size=(-1, -1)):
+    key, value = (t.repeat_interleave(len(query[0]) // len(t[0]), 1) for t in (key, value))
+    return plain_attention(query, key, value, *bounds, scale=scale, window_size=window_size)
+
+
+def refusing(query, key, value, *bounds, scale=None, window_size=(-1, -1)):
+    if query.shape[1] != key.shape[1]:
+        raise RuntimeError("as many heads of keys as of queries")
+    return plain_attention(query, key, value, *bounds, scale=scale, window_size=window_size)
+
+
+def in_another_order(query, key, value, *bounds, scale=None, window_size=(-1, -1)):
+    key, value = (t.repeat(1, len(query[0]) // len(t[0]), 1) for t in (key, value))
+    return plain_attention(query, key, value, *bounds, scale=scale, window_size=window_size)
+
+
+def without_gradient(query, key, value, *bounds, scale=None, window_size=(-1, -1)):
+    if query.shape[1] != key.shape[1]:
+        key, value = key.detach(), value.detach()
+    return grouped(query, key, value, *bounds, scale=scale, window_size=window_size)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "takes"),
+    [(grouped, True), (refusing, False), (in_another_order, False), (without_gradient, False)],
+)
+def test_a_kernel_is_asked_whether_it_takes_fewer_heads_of_keys(kernel, takes):
+    assert takes_groups(kernel, device="cpu") == takes
+    query, key, value = heads(7)
+    spans = causal_spans((3, 4), cp_rank=0, cp_size=1)
+    attend = adapt_varlen(kernel, takes_groups=takes)
+    found = attend_varlen(query, key, value, spans, scale=0.3, kernel=attend)
+    wanted = attend_spans(*(t[:, None] for t in (query, key, value)), spans, scale=0.3)[:, 0]
+    assert (found - wanted).abs().max() < 1e-5

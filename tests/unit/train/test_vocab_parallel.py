@@ -1,8 +1,12 @@
 """Log-probabilities and entropy against torch's own, and their gradients."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
+from slurm_rl.train import vocab_parallel
 from slurm_rl.train.vocab_parallel import logprobs_and_entropy
 
 
@@ -55,3 +59,75 @@ def test_no_tokens_are_no_error():
     )
     (logprobs.sum() + entropy.sum()).backward()
     assert logits.grad.shape == (0, 4)
+
+
+class PlainKernels:
+    """`fused_vocab.py`, by PyTorch."""
+
+    @staticmethod
+    def row_sums(logits_NV, targets_N, *, temperature, width):
+        z_NV = logits_NV[:, :width].float() / temperature
+        if width == 0:
+            zeros = torch.zeros(len(z_NV))
+            return torch.full_like(zeros, -float("inf")), zeros, zeros.clone(), zeros.clone()
+        most_N = z_NV.max(1).values
+        away_NV = z_NV - most_N[:, None]
+        here_N = (targets_N >= 0) & (targets_N < width)
+        chosen_N = z_NV.gather(1, targets_N.clamp(0, width - 1)[:, None])[:, 0] * here_N
+        return most_N, away_NV.exp().sum(1), (away_NV.exp() * away_NV).sum(1), chosen_N
+
+    @staticmethod
+    def logits_gradient(logits_NV, targets_N, *, log_total_N, temperature, width, **grads):
+        logprobs_NV = logits_NV[:, :width].float() / temperature - log_total_N[:, None]
+        p_NV = logprobs_NV.exp()
+        own_NV = torch.arange(width) == targets_N[:, None]
+        bent_NV = p_NV * (logprobs_NV + grads["entropy_N"][:, None])
+        found = (own_NV.float() - p_NV) * grads["grad_logprobs_N"][:, None]
+        found = (found - bent_NV * grads["grad_entropy_N"][:, None]) / temperature
+        return torch.cat([found, torch.zeros(len(found), logits_NV.shape[1] - width)], dim=1)
+
+
+@pytest.mark.parametrize("vocab_size", [16, 13, 8, 5])
+def test_kernels_over_two_ranks_are_one_softmax(monkeypatch, vocab_size):
+    """The ranks are threads; of few tokens the second has nothing but padding."""
+    torch.manual_seed(0)
+    both = torch.randn(6, 16) * 20
+    targets = torch.randint(0, vocab_size, (6,))
+    weights = torch.randn(2, 6)
+    meeting, said = threading.Barrier(2), {}
+
+    def reduce_here(values, group, op=torch.distributed.ReduceOp.SUM):
+        said[group] = values.clone()
+        meeting.wait()
+        parts = torch.stack([said[0], said[1]])
+        is_sum = op == torch.distributed.ReduceOp.SUM
+        found = parts.sum(0) if is_sum else parts.max(0).values
+        meeting.wait()
+        return found
+
+    monkeypatch.setattr(vocab_parallel, "_reduce", reduce_here)
+
+    def run(rank):
+        own = both[:, rank * 8 : rank * 8 + 8].clone().requires_grad_()
+        found = vocab_parallel.fused(
+            own,
+            targets - rank * 8,
+            temperature=0.7,
+            width=min(max(vocab_size - rank * 8, 0), 8),
+            kernels=PlainKernels,
+            group=rank,
+        )
+        (found[0] * weights[0] + found[1] * weights[1]).sum().backward()
+        return found, own.grad
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(run, range(2))
+    whole = both[:, :vocab_size].clone().requires_grad_()
+    wanted = expected(whole, targets, 0.7)
+    (wanted[0] * weights[0] + wanted[1] * weights[1]).sum().backward()
+    for found, _ in (first, second):
+        for mine, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+    grads = torch.cat([first[1], second[1]], dim=1)
+    torch.testing.assert_close(grads[:, :vocab_size], whole.grad, atol=1e-5, rtol=1e-5)
+    assert (grads[:, vocab_size:] == 0).all()

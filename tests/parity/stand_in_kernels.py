@@ -1,0 +1,65 @@
+"""What `slurm_rl/train/fused_layers.py` computes, by PyTorch: for a machine without a GPU.
+
+The kernels themselves are compared with PyTorch's operations in tests/oracles (Triton's interpreter)
+and tests/gpu. Here it is whether they are called with the right things.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+#: How often each was called since the last `used`.
+CALLS: Counter[str] = Counter()
+
+
+class RMSNormFunction:
+    @staticmethod
+    def apply(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        CALLS["norm"] += 1
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+
+class SwiGLUFunction:
+    @staticmethod
+    def apply(x: torch.Tensor) -> torch.Tensor:
+        CALLS["swiglu"] += 1
+        gate, value = x.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * value
+
+
+class RotaryFunction:
+    @staticmethod
+    def apply(
+        x: torch.Tensor, freqs: torch.Tensor, positions: torch.Tensor, is_interleaved: bool
+    ) -> torch.Tensor:
+        CALLS["rotary"] += 1
+        assert positions.dtype == torch.int32
+        angles = freqs.flatten(1)[positions.long()][:, None]
+        size = angles.shape[-1]
+        t, rest = x[..., :size], x[..., size:]
+        if is_interleaved:
+            turned = torch.stack((-t[..., 1::2], t[..., ::2]), -1).flatten(-2)
+        else:
+            turned = torch.cat((-t[..., size // 2 :], t[..., : size // 2]), -1)
+        return torch.cat((t * angles.cos() + turned * angles.sin(), rest), -1)
+
+
+@contextmanager
+def used(yes: bool) -> Iterator[Counter[str]]:
+    """Inside, models that are built use these, if `yes`; their calls are counted."""
+    from slurm_rl.train import fused
+
+    CALLS.clear()
+    before: Any = fused.find_layers
+    if yes:
+        setattr(fused, "find_layers", lambda: sys.modules[__name__])  # noqa: B010
+    try:
+        yield CALLS
+    finally:
+        setattr(fused, "find_layers", before)  # noqa: B010
