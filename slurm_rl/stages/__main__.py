@@ -36,7 +36,7 @@ from slurm_rl.types import Order, Result, canonical_json, dump_record, parse_ord
 
 log = logging.getLogger("slurm_rl.stages")
 
-_CHECKED = ("init", "rollout", "train")
+_CHECKED = ("init", "rollout", "reference", "teacher", "critic", "train")
 #: kind -> module and function; imported when needed, since each brings its own libraries.
 PROGRAMS = {
     "init": ("slurm_rl.stages.init", "run_init"),

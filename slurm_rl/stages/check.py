@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from slurm_rl.config.derive import data_paths, gpu_count, stage_slurm
+from slurm_rl.config.derive import data_paths, gpu_count, model_folders, stage_slurm
 from slurm_rl.config.layout import read_layout_sizes
 from slurm_rl.config.roles import role_megatron, stage_ranks
 from slurm_rl.config.schema import Settings
@@ -43,11 +43,6 @@ log = logging.getLogger(__name__)
 
 #: Of an order's kind: `check.train`.
 PREFIX = "check."
-_NEEDED = {
-    "train": ("torch", "megatron.core"),
-    "rollout": ("torch", "transformers"),
-    "init": ("torch", "transformers"),
-}
 _REDUCE_BYTES = {"cpu": 1 << 20, "cuda": 256 << 20}
 _NUM_REDUCES = 5
 _SHM_BYTES = 1 << 30
@@ -62,7 +57,7 @@ def run_check(order: Order, settings: Settings) -> Result:
     kind = order.kind.removeprefix(PREFIX)
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("imports", lambda: check_imports(settings, kind)),
-        ("model", lambda: check_model(settings, order)),
+        ("model", lambda: check_model(settings, order, kind)),
         ("data", lambda: check_data(settings, kind)),
         ("shared memory", check_memory),
         ("GPUs", lambda: check_gpus(settings, kind)),
@@ -86,10 +81,9 @@ def run_check(order: Order, settings: Settings) -> Result:
 
 def check_imports(settings: Settings, kind: str) -> Iterator[Finding]:
     """The libraries that the stage imports, in the interpreter that it runs in."""
-    names = list(_NEEDED[kind])
-    is_served = kind == "rollout" and settings.rollout.engine == "sglang"
-    if is_served:
-        names = ["transformers"]
+    is_served = _is_served(settings, kind)
+    with_torch = ("torch", "megatron.core" if is_megatron_stage(settings, kind) else "transformers")
+    names = ("transformers",) if is_served else with_torch
     for name in names:
         began = time.monotonic()
         try:
@@ -101,6 +95,13 @@ def check_imports(settings: Settings, kind: str) -> Iterator[Finding]:
         yield _ok(f"import {name}", f"{_version(name)} in {time.monotonic() - began:.1f} s")
     if is_served:
         yield _check_sglang(settings)
+
+
+def _is_served(settings: Settings, kind: str) -> bool:
+    """Whether the stage's model runs in an SGLang server, not in its own processes."""
+    if kind == "teacher":
+        return not is_megatron_stage(settings, kind)
+    return kind == "rollout" and settings.rollout.engine == "sglang"
 
 
 def _check_sglang(settings: Settings) -> Finding:
@@ -125,10 +126,13 @@ def _version(name: str) -> str:
         return "of unknown version"
 
 
-def check_model(settings: Settings, order: Order) -> Iterator[Finding]:
-    """The model's files, and committed inputs where there are some: read from the first byte to
-    the last name, not through."""
-    folders = [Path(settings.hf_checkpoint)] if settings.hf_checkpoint else []
+def check_model(settings: Settings, order: Order, kind: str) -> Iterator[Finding]:
+    """The stage's model's files, and committed inputs where there are some: read from the first
+    byte to the last name, not through. The init stage reads every model of the run."""
+    named = model_folders(settings)
+    at = (kind, "hf_checkpoint") if (kind, "hf_checkpoint") in named else ("hf_checkpoint",)
+    wanted = list(named) if kind == "init" else [at]
+    folders = [Path(named[place]) for place in wanted if place in named]
     for folder in folders:
         files = sorted(folder.glob("*.safetensors"))
         if not (folder / "config.json").is_file() or not files:
@@ -298,7 +302,7 @@ def _wait(device: str) -> None:
 
 def check_services(settings: Settings, kind: str) -> Iterator[Finding]:
     """What rewards ask and need: services outside the run, and a place for a model's code."""
-    if kind == "train":
+    if kind not in ("rollout", "init"):
         return
     for name, service in settings.services.items():
         where = read_address(service) or f"nothing in {service.url_file}"

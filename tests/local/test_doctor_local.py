@@ -106,6 +106,21 @@ def test_the_train_stage_is_tried_with_all_its_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_role_is_tried_with_its_own_ranks_and_its_own_model(tmp_path: Path) -> None:
+    model = tmp_path / "critic-model"
+    sets = ["critic.megatron.lr=1e-3", "critic.num_ranks=2", f"critic.hf_checkpoint={model}"]
+    sets += ["train.advantage_estimator=gae"]
+    argv = [word for one in sets for word in ("--set", one)]
+    status, facts, _ = doctor(tmp_path / "runs", "--stage", "critic", *argv)
+    assert status == 2 and f"{model} has no config.json" in lines(facts, "bad")["model"], facts
+    good = lines(facts, "ok")
+    assert "gloo over 2 rank(s): right" in good["all-reduce"]
+    assert "all 2 ranks" in good["import megatron.core"] and "services" not in good
+    told = call("doctor", str(CONFIG), "--set", f"run.dir={tmp_path}", "--stage", "teacher")
+    assert told.returncode == 2 and "--stage = 'teacher' is not one of" in told.stderr
+
+
+@pytest.mark.slow
 def test_the_stage_of_a_run_reads_its_committed_inputs(tmp_path: Path) -> None:
     sets = [
         f"--set=run.dir={tmp_path}",

@@ -57,7 +57,7 @@ from slurm_rl.storage.snapshot import snapshot_code
 from slurm_rl.storage.space import read_room
 from slurm_rl.types import Order, StageRef
 
-STAGES = ("train", "rollout", "init")
+STAGES = ("train", "rollout", "init", "reference", "teacher", "critic")
 
 
 @dataclass
