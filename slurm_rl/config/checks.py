@@ -24,6 +24,7 @@ from slurm_rl.config.rollout_checks import (
     check_sampling,
     check_shards,
 )
+from slurm_rl.config.routing_checks import check_routing
 from slurm_rl.config.schema import Settings
 from slurm_rl.config.stages import section_kinds, section_of
 from slurm_rl.config.train_checks import check_training
@@ -118,6 +119,7 @@ _RULES: tuple[Callable[[Settings], Problems], ...] = (
     check_passrates,
     check_data,
     check_engine,
+    check_routing,
     check_training,
     check_containers,
     check_turns,

@@ -66,7 +66,9 @@ MEGATRON_ONLY: Mapping[str, Only] = {
     "moe_latent_size": Only((None,), _MODEL),
     "moe_use_legacy_grouped_gemm": Only((False,), _SHARDED),
     "moe_extended_tp": Only((False,), "it is expert_tensor_parallel_size now"),
-    "moe_enable_routing_replay": Only((False,), _MODEL),
+    "moe_enable_routing_replay": Only(
+        (False,), "rollout.use_rollout_routing_replay: true is what replays the engine's routing"
+    ),
     "moe_per_layer_logging": Only((False,), "nothing reads it"),
 }
 

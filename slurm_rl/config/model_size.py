@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def count_from_config(config: dict[str, Any], num_characters: int) -> int:
     layers = int(config.get("num_hidden_layers", 2))
     vocabulary = int(config.get("vocab_size", num_characters + 3)) * hidden
     tied = bool(config.get("tie_word_embeddings", True))
-    num_dense = _count_dense_layers(config, layers)
+    num_dense = len(dense_layers(config, layers))
     mlps = num_dense * 3 * hidden * int(config.get("intermediate_size", 4 * hidden))
     mlps += (layers - num_dense) * _count_experts(config, hidden)
     return layers * _count_attention(config, hidden) + mlps + vocabulary * (1 if tied else 2)
@@ -77,23 +78,25 @@ def _count_attention(config: dict[str, Any], hidden: int) -> int:
     return query + rank * heads * (nope + value) + hidden * (rank + rope + heads * value)
 
 
-def _num_experts(config: dict[str, Any]) -> int:
+def num_experts(config: Mapping[str, Any]) -> int:
+    """Experts of a layer that has some; 0 for a model without."""
     keys = ("num_experts", "num_local_experts", "n_routed_experts")
     return int(next((config[key] for key in keys if config.get(key)), 0))
 
 
-def _count_dense_layers(config: dict[str, Any], layers: int) -> int:
-    if not _num_experts(config):
-        return layers
+def dense_layers(config: Mapping[str, Any], layers: int) -> list[int]:
+    """Numbers of the layers that have no experts."""
+    if not num_experts(config):
+        return list(range(layers))
     step = int(config.get("decoder_sparse_step") or 1)
     listed = set(config.get("mlp_only_layers") or [])
     first = int(config.get("first_k_dense_replace") or 0)
-    return sum(i < first or i in listed or bool((i + 1) % step) for i in range(layers))
+    return [i for i in range(layers) if i < first or i in listed or (i + 1) % step]
 
 
 def _count_experts(config: dict[str, Any], hidden: int) -> int:
     """Of one layer: its experts, those that every token visits, and the router."""
-    num = _num_experts(config)
+    num = num_experts(config)
     width = int(config.get("moe_intermediate_size") or config.get("intermediate_size", 4 * hidden))
     shared = int(config.get("shared_expert_intermediate_size") or 0)
     shared += width * int(config.get("n_shared_experts") or 0)

@@ -306,6 +306,9 @@ class Rollout(Stage):
     probe_tolerance: Annotated[float, Field(gt=0)] = Field(
         0.25, description="Largest mean gap of the probe's log-probs, engine against trainer."
     )
+    use_rollout_routing_replay: bool = Field(
+        False, description="Mixtures of experts: train through the experts that the engine chose."
+    )
     stage_weights: str | None = Field(
         None, description="Node-local folder for copies of the weights, as `/dev/shm`."
     )

@@ -67,6 +67,8 @@ def shaping_settings(settings: Settings) -> dict[str, Any]:
     out so that a run may be extended.
     """
     rollout = settings.rollout.model_dump(exclude=_NOT_SHAPING_ROLLOUT)
+    if not settings.rollout.use_rollout_routing_replay:  # as below
+        del rollout["use_rollout_routing_replay"]
     rollout["sglang"] = _without_folders(rollout["sglang"])
     # What a data set sets for itself; its place and its rows have a digest of their own.
     pools = {name: pool.sglang for name, pool in settings.rollout.pools.items() if pool.sglang}

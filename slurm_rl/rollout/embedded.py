@@ -31,12 +31,14 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from slurm_rl.errors import EngineError, ModelError
 from slurm_rl.rollout.engine import Completion, Request, Sampling, Weights
+from slurm_rl.rollout.routing import Experts, check_routed, read_experts
 
 log = logging.getLogger(__name__)
 
@@ -45,23 +47,31 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """Weights in memory. cache_key: the name under which the model takes its cache."""
+    """Weights in memory. cache_key: the name under which the model takes its cache. experts: of
+    the model, where it is to say which of them it sent its tokens to."""
 
     model: Any
     label: str
     end_ids: frozenset[int]
     cache_key: str
+    experts: Experts | None = None
 
 
 class EmbeddedEngine:
     """See the module. One instance may serve any number of weights in turn."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, num_threads: int = 1, concurrency: int = 32
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        num_threads: int = 1,
+        concurrency: int = 32,
+        routed: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._num_threads = num_threads
         self._concurrency = concurrency
+        self._routed = routed
         self._loaded: _Loaded | None = None
         self._thread: ThreadPoolExecutor | None = None
         #: Set by `abort`; new weights bring a new one, so that what was aborted stays so.
@@ -75,13 +85,14 @@ class EmbeddedEngine:
 
     def start(self, weights: Weights) -> None:
         """Load `weights`; ModelError naming the directory if transformers cannot."""
+        experts = read_experts(weights.path) if self._routed else None
         with self._pinned():
             model = load_model(weights.path)
         # transformers 5.2x renamed `past_key_values`; the old name warns there.
         named = inspect.signature(model.forward).parameters
         key = "cache" if "cache" in named else "past_key_values"
         end_ids = read_end_ids(weights.path, self._tokenizer)
-        self._loaded = _Loaded(model, weights.label, end_ids, key)
+        self._loaded = _Loaded(model, weights.label, end_ids, key, experts)
         self._cut = threading.Event()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "embedded")
@@ -182,7 +193,7 @@ class EmbeddedEngine:
         else:
             entry = request.prompt_tokens
             run_batch(rows, entry, sampling=sampling, loaded=loaded, is_cut=is_cut)
-        return [row.completion(loaded.label) for row in rows]
+        return [row.completion(loaded) for row in rows]
 
     @contextmanager
     def _pinned(self) -> Iterator[None]:
@@ -213,6 +224,8 @@ class _Row:
         self.finish: Literal["stop", "length"] | None = None
         self._tokenizer = tokenizer
         self._sampling = sampling
+        #: Each uint8[tokens, L, K], of the tokens that the model was fed so far.
+        self.routed: list[NDArray[np.int64]] = []
         self._end_ids = end_ids
         self._max_new_tokens = max_new_tokens
 
@@ -239,9 +252,14 @@ class _Row:
         tail = self._tokenizer.decode(self.tokens[-length:])
         return any(text in tail for text in self._sampling.stop)
 
-    def completion(self, label: str) -> Completion:
+    def completion(self, loaded: _Loaded) -> Completion:
         drawn = self.tokens[len(self.tokens) - len(self.logprobs) :]
-        return Completion(tuple(drawn), tuple(self.logprobs), self.finish or "abort", label)
+        routed = ""
+        if loaded.experts is not None and self.finish:
+            ids = np.concatenate(self.routed)
+            routed = check_routed(ids, loaded.experts, what="the embedded engine's answer")
+        finish = self.finish or "abort"
+        return Completion(tuple(drawn), tuple(self.logprobs), finish, loaded.label, routed)
 
 
 def run_batch(
@@ -256,8 +274,11 @@ def run_batch(
     if is_cut():
         return
     cache = DynamicCache(config=loaded.model.config)
-    options = {loaded.cache_key: cache, "use_cache": True, "logits_to_keep": 1}
+    options: dict[str, Any] = {loaded.cache_key: cache, "use_cache": True, "logits_to_keep": 1}
+    if loaded.experts is not None:
+        options["output_router_logits"] = True
     output = loaded.model(torch.tensor([list(entry)]), **options)
+    keep_routing(output, rows, experts=loaded.experts)
     cache.batch_repeat_interleave(len(rows))
     logits_NV = output.logits[:, -1].expand(len(rows), -1)
     while True:
@@ -266,7 +287,27 @@ def run_batch(
             return
         # A finished sample stays in the batch: its size must not change.
         output = loaded.model(tokens_N[:, None], **options)
+        keep_routing(output, rows, experts=loaded.experts)
         logits_NV = output.logits[:, -1]
+
+
+def keep_routing(output: Any, rows: Sequence[_Row], *, experts: Experts | None) -> None:
+    """Add to each unfinished row which experts the tokens of this forward were sent to.
+
+    A first forward is of one entry that all rows share, a later one of one token of each.
+    """
+    if experts is None:
+        return
+    num = output.logits.shape[0]
+    length = output.router_logits[0].shape[0] // num
+    routed = np.zeros((num, length, experts.layers, experts.per_token), np.int64)
+    sparse = [layer for layer in range(experts.layers) if layer not in experts.dense]
+    for layer, logits in zip(sparse, output.router_logits, strict=True):
+        chosen = logits.topk(experts.per_token, dim=-1).indices
+        routed[:, :, layer] = chosen.view(num, length, -1).numpy()
+    for i, row in enumerate(rows):
+        if not row.finish:
+            row.routed.append(routed[i if num > 1 else 0])
 
 
 def draw_tokens(logits_NV: Tensor, *, rows: Sequence[_Row], sampling: Sampling) -> Tensor:

@@ -79,12 +79,15 @@ class Completion:
     finish:   `stop` (an end token or a stop string, which `tokens` includes), `length`, `abort`
               (cut off by `Engine.abort`; `tokens` is what was there, perhaps nothing).
     label:    of the weights that made it, as the engine itself says.
+    routed_experts: of all tokens that it stands on and its own, as `routing.write_routed` has
+              them; "" where the engine was not told to say them, or where it was cut off.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish: Literal["stop", "length", "abort"]
     label: str
+    routed_experts: str = ""
 
 
 class Engine(Protocol):

@@ -19,7 +19,7 @@ from slurm_rl.errors import EngineError
 from slurm_rl.rollout.data import Visit
 from slurm_rl.rollout.engine import Completion, Request, Sampling, Weights
 from slurm_rl.rollout.fast_json import dumps
-from slurm_rl.rollout.samples import Sample
+from slurm_rl.rollout.samples import RoutedSample, Sample
 from slurm_rl.seeds import derive_seeds
 from slurm_rl.storage.digest import digest_bytes, digest_value
 from slurm_rl.types import Order
@@ -190,7 +190,9 @@ class Finisher:
 
     def _make(self, group: PlannedGroup, index: int, found: Completion, text: str) -> Sample:
         visit, prompt = group.visit, group.visit.prompt
-        return Sample(  # by place, which is twice as quick as by name
+        # Without: what was cut off, or an engine that was not told to say them.
+        routed = (found.routed_experts,) if found.routed_experts else ()
+        return (RoutedSample if routed else Sample)(  # by place, which is twice as quick as by name
             visit.group_index,
             index,
             visit.tokens,
@@ -209,6 +211,7 @@ class Finisher:
             (),
             -1,
             prompt.data_set,
+            *routed,
         )
 
     def _go_on(self, group: PlannedGroup, had: Sample, found: Completion | None) -> Sample:

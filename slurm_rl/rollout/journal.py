@@ -21,7 +21,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -29,7 +29,7 @@ from typing import Any, Literal
 import orjson
 
 from slurm_rl.rollout.fast_json import dumps, loads
-from slurm_rl.rollout.samples import Sample, place_of, render_sample
+from slurm_rl.rollout.samples import RoutedSample, Sample, place_of, render_sample
 from slurm_rl.storage.digest import digest_bytes
 from slurm_rl.storage.fs import POSIX, Fs
 from slurm_rl.types import JOURNAL_NAME
@@ -37,6 +37,7 @@ from slurm_rl.types import JOURNAL_NAME
 log = logging.getLogger(__name__)
 
 Outcome = Literal["graded", "dropped", "ungraded"]
+_ROUTED = "routed_experts"
 _TUPLES = ("prompt_tokens", "response_tokens", "rollout_logprobs", "loss_mask", "token_versions")
 #: A journal is read in pieces of this size, and the rest of a line.
 _BLOCK_BYTES = 8 << 20
@@ -134,6 +135,8 @@ def render_line(
         "reason": reason,
     }
     columns = {name: [getattr(sample, name) for sample in samples] for name in _TUPLES}
+    if any(isinstance(sample, RoutedSample) for sample in samples):
+        columns[_ROUTED] = [getattr(sample, _ROUTED, "") for sample in samples]
     lines = [render_sample(sample) for sample in samples]
     body = b"\t".join([dumps(head), *lines, dumps(columns)])  # JSON has no tab
     return digest_bytes(body).encode() + b" " + body + b"\n"
@@ -159,7 +162,15 @@ def parse_rendered(line: bytes) -> list[tuple[Sample, bytes]]:
     fields = loads(b"[" + b",".join(lines) + b"]")
     numbers = orjson.loads(columns)  # tokens and the like: none is larger than 64 bits
     rows = zip(fields, *(numbers[name] for name in _TUPLES), strict=True)
-    return list(zip([_join(*row) for row in rows], lines, strict=True))
+    found = [_join(*row) for row in rows]
+    if (routed := numbers.get(_ROUTED)) is not None:
+        found = [_with_routing(s, text) for s, text in zip(found, routed, strict=True)]
+    return list(zip(found, lines, strict=True))
+
+
+def _with_routing(sample: Sample, text: str) -> Sample:
+    own = {f.name: getattr(sample, f.name) for f in fields(sample)}
+    return RoutedSample(**own, routed_experts=text)
 
 
 def _join(

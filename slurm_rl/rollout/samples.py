@@ -17,8 +17,10 @@ rewards or torch.
       rollout_index     int64[B]
       weights_version   int32[B]
       truncated         uint8[B]
+      routed_experts    uint8[T, L, K]         only where the engine's routing is replayed
 
-Legend: B samples, T prompt and response tokens of all samples, R response tokens of all.
+Legend: B samples, T prompt and response tokens of all samples, R response tokens of all;
+L and K as in routing.py.
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from slurm_rl.errors import CorruptError
+from slurm_rl.errors import CorruptError, EngineError
 from slurm_rl.rollout.fast_json import dumps
+from slurm_rl.rollout.routing import join_routed, read_routed
 from slurm_rl.storage.fs import POSIX, Fs
 
 TENSORS_NAME = "samples.safetensors"
@@ -135,8 +138,22 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutedSample(Sample):
+    """A sample whose routing is replayed; a class of its own, so that others' bytes stay as they
+    are. routed_experts: the text of routing.py; "" where no token is trained on."""
+
+    routed_experts: str = ""
+
+    def graded(self, reward: float | None, rewards: dict[str, float]) -> RoutedSample:
+        return replace(self, reward=reward, rewards=rewards)
+
+
+@dataclass(frozen=True, slots=True)
 class SampleBatch:
-    """Many samples as arrays; the legend is the module's. Sorted by group, then sample."""
+    """Many samples as arrays; the legend is the module's. Sorted by group, then sample.
+
+    routed_experts: of all samples or of none.
+    """
 
     tokens: NDArray[np.int32]
     prompt_lengths: NDArray[np.int32]
@@ -150,6 +167,7 @@ class SampleBatch:
     rollout_index: NDArray[np.int64]
     weights_version: NDArray[np.int32]
     truncated: NDArray[np.uint8]
+    routed_experts: NDArray[np.uint8] | None = None
 
     def __len__(self) -> int:
         return len(self.rewards)
@@ -237,7 +255,21 @@ def pack_samples(samples: Sequence[Sample]) -> SampleBatch:
     num_tokens = int(lengths.sum())
     for name in ("rollout_logprobs", "loss_mask", "token_versions"):
         assert len(arrays[name]) == num_tokens, name
-    return SampleBatch(**arrays)
+    return SampleBatch(**arrays, routed_experts=_pack_routed(samples))
+
+
+def _pack_routed(samples: Sequence[Sample]) -> NDArray[np.uint8] | None:
+    texts = [s.routed_experts if isinstance(s, RoutedSample) else "" for s in samples]
+    if not any(texts):
+        return None
+    parts = [
+        (read_routed(text) if text else None, len(s.tokens), any(s.loss_mask))
+        for s, text in zip(samples, texts, strict=True)
+    ]
+    try:
+        return join_routed(parts)
+    except ValueError as error:
+        raise EngineError(f"the samples' routed experts do not fit: {error}") from error
 
 
 def write_tensors(root: Path, batch: SampleBatch, *, fs: Fs = POSIX) -> list[str]:
@@ -267,13 +299,22 @@ def read_samples(paths: Iterable[str | Path]) -> SampleBatch:
 
 
 def join_samples(batches: Sequence[SampleBatch]) -> SampleBatch:
-    """All samples of `batches`, in the order given."""
+    """All samples of `batches`, in the order given. CorruptError if routing is of some only."""
     return SampleBatch(
         **{
             name: np.concatenate([np.zeros(0, dtype), *(getattr(b, name) for b in batches)])
             for name, dtype in _DTYPES.items()
-        }
+        },
+        routed_experts=_join_routed(batches),
     )
+
+
+def _join_routed(batches: Sequence[SampleBatch]) -> NDArray[np.uint8] | None:
+    parts = [(b.routed_experts, len(b.tokens), bool(b.loss_mask.any())) for b in batches]
+    try:
+        return join_routed(parts)
+    except ValueError as error:
+        raise CorruptError(f"the shards' {_ROUTED} do not fit: {error}") from error
 
 
 def training_order(batch: SampleBatch) -> NDArray[np.intp]:
@@ -285,7 +326,10 @@ def take_samples(batch: SampleBatch, order: NDArray[np.intp]) -> SampleBatch:
     """Samples number `order[0]`, `order[1]`, … of `batch`: some of them, or in another order."""
     taken = {name: getattr(batch, name)[order] for name in _PER_SAMPLE}
     whole = batch.prompt_lengths + batch.response_lengths
-    taken["tokens"] = batch.tokens[_gather(whole, order)]
+    places = _gather(whole, order)
+    taken["tokens"] = batch.tokens[places]
+    if batch.routed_experts is not None:
+        taken["routed_experts"] = batch.routed_experts[places]
     responses = _gather(batch.response_lengths, order)
     for name in _PER_RESPONSE_TOKEN:
         taken[name] = getattr(batch, name)[responses]
@@ -300,19 +344,26 @@ def _read_tensors(path: Path) -> SampleBatch:
     for name, dtype in _DTYPES.items():
         if name not in arrays or arrays[name].dtype != dtype:
             raise CorruptError(f"{path}: tensor {name} is missing or not {np.dtype(dtype)}")
-    batch = SampleBatch(**{name: arrays[name] for name in _DTYPES})
+    routed = arrays.get(_ROUTED)
+    if routed is not None and (
+        routed.dtype != np.uint8 or routed.ndim != 3 or 0 in routed.shape[1:]
+    ):
+        raise CorruptError(f"{path}: tensor {_ROUTED} is not uint8[T, L, K]")
+    batch = SampleBatch(**{name: arrays[name] for name in _DTYPES}, routed_experts=routed)
     num_response_tokens = int(batch.response_lengths.sum())
     per_token = {len(arrays[name]) for name in _PER_RESPONSE_TOKEN}
     consistent = (
         len({len(arrays[name]) for name in _PER_SAMPLE}) == 1
         and len(batch.tokens) == int(batch.prompt_lengths.sum()) + num_response_tokens
         and per_token == {num_response_tokens}
+        and (routed is None or len(routed) == len(batch.tokens))
     )
     if not consistent:
         raise CorruptError(f"{path}: the tensors' lengths do not fit each other")
     return batch
 
 
+_ROUTED = "routed_experts"
 _PER_RESPONSE_TOKEN = ("rollout_logprobs", "loss_mask", "token_versions")
 _PER_SAMPLE = [name for name in _DTYPES if name not in ("tokens", *_PER_RESPONSE_TOKEN)]
 
@@ -328,4 +379,5 @@ def _gather(lengths: NDArray[np.int32], order: NDArray[np.intp]) -> NDArray[np.i
 
 
 def _arrays(batch: SampleBatch) -> dict[str, NDArray[Any]]:
-    return {f.name: getattr(batch, f.name) for f in fields(batch)}
+    arrays = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    return {name: array for name, array in arrays.items() if array is not None}

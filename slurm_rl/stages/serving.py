@@ -175,7 +175,11 @@ def make_engine(floor: Floor) -> Engine:
         # Imported here: with SGLang this process needs no torch.
         from slurm_rl.rollout.embedded import EmbeddedEngine
 
-        return EmbeddedEngine(floor.tokenizer, num_threads=settings.rollout.embedded_threads)
+        return EmbeddedEngine(
+            floor.tokenizer,
+            num_threads=settings.rollout.embedded_threads,
+            routed=settings.rollout.use_rollout_routing_replay,
+        )
     from slurm_rl.rollout.sglang import SglangEngine
 
     return SglangEngine(plan_server(order, settings))

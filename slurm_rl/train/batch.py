@@ -54,6 +54,8 @@ class Samples(Protocol):
     def token_versions(self) -> NDArray[np.int32]: ...
     @property
     def weights_version(self) -> NDArray[np.int32]: ...
+    @property
+    def routed_experts(self) -> NDArray[np.uint8] | None: ...
 
 
 @dataclass(slots=True)
@@ -66,6 +68,7 @@ class MicroBatch:
     targets_N:   the trained tokens; weights_N their weights (`token_weights`).
     sequence_N:  which of its `num_sequences` samples each is part of, from 0.
     served_N:    bool, whether a token is of the weights that the rollout served, not of older ones.
+    routed_bSLK: uint8, the experts of each token in each layer, where they are replayed.
     arrays:      what else goes with the trained tokens, by name: `advantages`, `values`, ….
     denominator: what this micro-batch adds to the step's denominator.
     """
@@ -80,6 +83,7 @@ class MicroBatch:
     denominator: int
     num_sequences: int
     lengths: tuple[int, ...] | None = field(default=None)
+    routed_bSLK: torch.Tensor | None = field(default=None)
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def to(self, device: Any) -> MicroBatch:
@@ -185,20 +189,21 @@ def pack_microbatch(
     per_token: bool,
     length_multiple: int = 1,
     sequence_multiple: int | None = None,
+    routed_TLK: NDArray[np.uint8] | None = None,
 ) -> MicroBatch:
     """The samples `members` as one micro-batch; none give one sequence of padding.
 
     arrays_R: what goes with the response tokens of the whole rollout, by name. length_multiple:
     rows are padded to a multiple of it. sequence_multiple: pack the samples into one row, each
-    padded to a multiple of this; None: a row each.
+    padded to a multiple of this; None: a row each. routed_TLK: the experts of every token.
     """
     all_lengths = sample_lengths(samples)
     own_lengths = [int(all_lengths[i]) for i in members]
     starts, shape, lengths = _lay_out(own_lengths, length_multiple, sequence_multiple)
-    tokens = np.zeros(shape[0] * shape[1], np.int64)
     ends = np.cumsum(all_lengths)
-    for start, length, i in zip(starts, own_lengths, members, strict=True):
-        tokens[start : start + length] = samples.tokens[ends[i] - length : ends[i]]
+    sources = [slice(ends[i] - all_lengths[i], ends[i]) for i in members]
+    tokens = np.zeros(shape[0] * shape[1], np.int64)
+    _place(samples.tokens, sources, starts, into=tokens)
     places = _find_trained(samples, members, tokens=tokens, starts=starts)
     return MicroBatch(
         tokens_bS=torch.from_numpy(tokens.reshape(shape)),
@@ -212,8 +217,34 @@ def pack_microbatch(
         denominator=len(places.target) if per_token else _count_firsts(samples, members),
         num_sequences=max(len(members), 1),
         lengths=lengths,
+        routed_bSLK=_route(routed_TLK, sources, starts, shape=shape),
         arrays={name: values_R[places.r] for name, values_R in arrays_R.items()},
     )
+
+
+def _place(
+    values_T: NDArray[Any], sources: list[slice], starts: list[int], *, into: NDArray[Any]
+) -> NDArray[Any]:
+    """`into`, with each sample's part of the rollout's tokens where it starts among the rows'."""
+    flat = into.reshape(-1, *values_T.shape[1:])
+    for source, start in zip(sources, starts, strict=True):
+        part = values_T[source]
+        flat[start : start + len(part)] = part
+    return into
+
+
+def _route(
+    routed_TLK: NDArray[np.uint8] | None,
+    sources: list[slice],
+    starts: list[int],
+    *,
+    shape: tuple[int, int],
+) -> torch.Tensor | None:
+    """The experts of the rows' tokens, and any of their padding."""
+    if routed_TLK is None:
+        return None
+    into = filled((*shape, *routed_TLK.shape[1:]))
+    return torch.from_numpy(_place(routed_TLK, sources, starts, into=into))
 
 
 def _lay_out(
@@ -302,6 +333,11 @@ def check_samples(
     for wrong, message in checks:
         if wrong:
             raise DataError(f"the rollout cannot be trained on: {message}")
+
+
+def filled(shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """Experts [..., K] of tokens that no engine saw: K different ones, on which nothing depends."""
+    return np.broadcast_to(np.arange(shape[-1], dtype=np.uint8), shape).copy()
 
 
 def sample_lengths(samples: Samples) -> NDArray[np.int64]:

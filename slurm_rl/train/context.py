@@ -69,6 +69,13 @@ def model_inputs(batch: MicroBatch, *, on_device: bool) -> dict[str, Any]:
     }
 
 
+def own_places(batch: MicroBatch) -> torch.Tensor | None:
+    """Where this context rank's tokens are among those of a row, in its order; None for all."""
+    if parallel_state.get_context_parallel_world_size() == 1:
+        return None
+    return _own_places(_lengths(batch), batch.tokens_bS.device)
+
+
 def own_tokens(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Where the logits of this rank's trained tokens are in its flattened [b, s], int64[n], and
     which of the N they are; None if all."""

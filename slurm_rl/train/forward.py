@@ -25,6 +25,7 @@ from slurm_rl.train.batch import (
     MicroBatch,
     Samples,
     conversation_sizes,
+    filled,
     pack_microbatch,
     plan_steps,
     rollout_weights,
@@ -35,6 +36,7 @@ from slurm_rl.train.context import (
     counts_here,
     gather_tokens,
     model_inputs,
+    own_places,
     own_tokens,
     row_multiple,
     sequence_multiple,
@@ -42,6 +44,7 @@ from slurm_rl.train.context import (
 from slurm_rl.train.meter import Meter
 from slurm_rl.train.packing import Budget, round_up, token_costs
 from slurm_rl.train.regroup import regroup
+from slurm_rl.train.routing import replay_of
 from slurm_rl.train.vocab_parallel import logprobs_and_entropy
 
 
@@ -136,28 +139,30 @@ def run_microbatches(
     come back in order, on the last pipeline rank. Other ranks may have another number of
     micro-batches; where a schedule needs more of them, empty ones are passed too.
     """
-    chunks = model_chunks(model)
-    config = chunks[0].config
+    chunks, config = model_chunks(model), model.config
     # A bfloat16 wrapper would make a float32 copy of all logits; only some are needed.
     extra = {"fp32_output": False} if _is_float16_wrapped(chunks[0]) else {}
-    on_device = config.transformer_impl == "transformer_engine"
+    with_te = config.transformer_impl == "transformer_engine"
+    replay = replay_of(model)
+    replay.begin(is_training=not forward_only)
 
     def forward(batches: Iterator[MicroBatch], module: Any) -> Any:
         batch = next(batches)
-        own = _no_loss if batch is filler else partial(loss, batch)
-        return module(**model_inputs(batch, on_device=on_device), **extra), own
+        replay.show(batch.routed_bSLK, own_places(batch))
+        output = module(**model_inputs(batch, on_device=with_te), **extra)
+        return output, _no_loss if batch is filler else partial(loss, batch)
 
     filler = _filler(microbatches[0], config)
-    filled = microbatches + [filler] * _num_missing(len(microbatches), config)
-    iterators = [iter(filled) for _ in chunks]
+    whole = microbatches + [filler] * _num_missing(len(microbatches), config)
+    iterators = [iter(whole) for _ in chunks]
     reports: list[Any] = get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks,
-        num_microbatches=len(filled),
+        num_microbatches=len(whole),
         # With pipelines the shapes travel along (`variable_seq_lengths`).
-        seq_length=microbatches[0].tokens_bS.shape[1],
-        micro_batch_size=microbatches[0].tokens_bS.shape[0],
+        seq_length=whole[0].tokens_bS.shape[1],
+        micro_batch_size=len(whole[0].tokens_bS),
         forward_only=forward_only,
     )
     return reports[: len(microbatches)]
@@ -205,17 +210,24 @@ def own_share(
     )
     if weights_R is None:
         weights_R = rollout_weights(samples, per_token=engine.per_token)
-    pack = partial(
-        pack_microbatch,
+    pack = partial(_pack, engine, samples, budget, arrays_R=arrays_R, weights_R=weights_R)
+    rank, device = parallel_state.get_data_parallel_rank(), torch.cuda.current_device()
+    return [[pack(members).to(device) for members in ranks[rank]] for ranks in plan]
+
+
+def _pack(
+    engine: Engine, samples: Samples, budget: Budget | None, members: list[int], **arrays: Any
+) -> MicroBatch:
+    """One micro-batch in the form that the engine's model takes."""
+    return pack_microbatch(
         samples,
-        arrays_R=arrays_R,
-        weights_R=weights_R,
+        members,
         per_token=engine.per_token,
         length_multiple=row_multiple(engine.model.config),
         sequence_multiple=None if budget is None else budget.sequence_multiple,
+        routed_TLK=samples.routed_experts if replay_of(engine.model).is_on else None,
+        **arrays,
     )
-    rank, device = parallel_state.get_data_parallel_rank(), torch.cuda.current_device()
-    return [[pack(members).to(device) for members in ranks[rank]] for ranks in plan]
 
 
 def count(value: int, like: torch.Tensor) -> torch.Tensor:
@@ -269,7 +281,15 @@ def _filler(like: MicroBatch, config: Any) -> MicroBatch:
         denominator=0,
         num_sequences=1,
         lengths=None if like.lengths is None else (width,),
+        routed_bSLK=_fill_like(like.routed_bSLK, width),
     )
+
+
+def _fill_like(routed_bSLK: torch.Tensor | None, width: int) -> torch.Tensor | None:
+    if routed_bSLK is None:
+        return None
+    shape = (1, width, *routed_bSLK.shape[2:])
+    return torch.from_numpy(filled(shape)).to(routed_bSLK.device)
 
 
 def _no_loss(logits_1nV: torch.Tensor) -> Any:

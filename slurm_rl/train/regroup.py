@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slurm_rl.train.batch import MicroBatch
+from slurm_rl.train.batch import MicroBatch, filled
 from slurm_rl.train.packing import first_fit, round_up
 
 PutBack = Callable[[list[torch.Tensor]], list[torch.Tensor]]
@@ -38,8 +38,8 @@ def regroup(
     """The same sequences in micro-batches of at most `max_tokens` tokens, and a function that makes
     values [N] of each of these those of each of `microbatches`.
 
-    Only what a forward pass reads is in the new ones: tokens, and where and what the trained ones
-    are. multiple: what the length of a row must be one of.
+    Only what a forward pass reads is in the new ones: tokens, their experts, and where and what the
+    trained ones are. multiple: what the length of a row must be one of.
     """
     pieces = [piece for batch in microbatches for piece in _sequences(batch)]
     bins = first_fit([piece.length for piece in pieces], max_tokens=max_tokens)
@@ -76,6 +76,12 @@ def _join(pieces: list[_Sequence], multiple: int) -> MicroBatch:
         return torch.cat([getattr(p.batch, name)[p.first : p.last] for p in pieces])
 
     rows = [p.batch.tokens_bS[0, p.start : p.stop] for p in pieces]
+    routed = [
+        p.batch.routed_bSLK[0, p.start : p.stop] for p in pieces if p.batch.routed_bSLK is not None
+    ]
+    if routed:
+        shape = (missing, *routed[0].shape[1:])
+        routed.append(torch.from_numpy(filled(shape)).to(routed[0].device))
     moved = [
         p.batch.position_N[p.first : p.last] - p.start + start
         for p, start in zip(pieces, starts, strict=True)
@@ -92,4 +98,5 @@ def _join(pieces: list[_Sequence], multiple: int) -> MicroBatch:
         denominator=0,
         num_sequences=len(pieces),
         lengths=tuple(lengths),
+        routed_bSLK=torch.cat(routed)[None] if routed else None,
     )

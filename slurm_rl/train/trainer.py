@@ -31,7 +31,7 @@ from slurm_rl.config.schema import Settings
 from slurm_rl.config.train_schema import Critic
 from slurm_rl.errors import CorruptError
 from slurm_rl.seeds import derive_seed
-from slurm_rl.train import checkpoint, distributed, rng
+from slurm_rl.train import checkpoint, distributed, rng, routing
 from slurm_rl.train.batch import MicroBatch, Samples, check_samples
 from slurm_rl.train.chunks import model_chunks
 from slurm_rl.train.distributed import World
@@ -100,6 +100,8 @@ class Trainer:
         self._config = model_config(geometry, options, deterministic=settings.deterministic)
         self._rng = rng.seeded_state(derive_seed(settings.seed, kind))
         self.model = build_model(geometry, self._config)
+        if kind == "train" and settings.rollout.use_rollout_routing_replay:
+            routing.install(self.model)
         wrapped = wrap_model(self.model, options)
         optimizer = build_optimizer(wrapped, options)
         self._engine = Engine(
@@ -272,6 +274,8 @@ class Trainer:
     def _check(self, samples: Samples) -> None:
         geometry = self.geometry
         check_samples(samples, vocab_size=geometry.vocab_size, max_positions=geometry.max_positions)
+        if routing.replay_of(self.model).is_on:
+            routing.check_routed(samples.routed_experts, geometry)
 
     def _task(self, work: Work) -> Task:
         resumed, self._resumed = self._resumed, None

@@ -38,13 +38,15 @@ def case(
     micro_batch_size: int = 3,
     model: str = "dense",
     fused: bool = False,
+    replay: bool = False,
     **megatron: Any,
 ) -> dict[str, Any]:
     """One layout of `model`: the steps to take, from the checkpoint of case `load` after its step 0
-    if there is one; those to save after. packed: the budget of a micro-batch, None if padded. fused: by `stand_in_kernels.py`."""
+    if there is one; those to save after. packed: the budget of a micro-batch, None if padded. fused: by `stand_in_kernels.py`. replay:
+    made-up experts of each token, in place of the routers' own."""
     own = {"lr": LR, "weight_decay": 0.1, "clip_grad": 0.5} | megatron
     parts = {"packed": packed, "load": load, "steps": steps, "save": save, "model": model}
-    parts["fused"] = fused
+    parts |= {"fused": fused, "replay": replay}
     return {"name": name, "megatron": own, "micro_batch_size": micro_batch_size, **parts}
 
 
@@ -150,9 +152,11 @@ def _train(
     import torch.distributed as dist
 
     from slurm_rl.errors import ConfigError
-    from slurm_rl.train import checkpoint, rng
+    from slurm_rl.train import checkpoint, rng, routing
 
     model, engine = build(weights, options, settings)
+    if one["replay"]:
+        routing.install(model)
     state = rng.seeded_state(7)
     rng.restore(state)
     if one["load"]:
@@ -216,6 +220,8 @@ def train_step(engine: Any, step: int, one: dict[str, Any]) -> tuple[float, floa
     )
 
     samples = trains.made_up_samples(step)
+    if one["replay"]:
+        samples = trains.made_up_routing(samples, layers=4, num=4, top_k=2)
     advantages_R = torch.from_numpy(samples.rewards).repeat_interleave(
         torch.from_numpy(samples.response_lengths).long()
     )

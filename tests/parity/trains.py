@@ -96,6 +96,13 @@ def made_up_samples(iteration: int, *, num: int = 16) -> SampleBatch:
     )
 
 
+def made_up_routing(samples: SampleBatch, *, layers: int, num: int, top_k: int) -> SampleBatch:
+    """The samples with random experts of each token, as an engine would have said them."""
+    g = np.random.default_rng(int(samples.tokens.sum()))
+    shuffled = g.random((len(samples.tokens), layers, num)).argsort(-1)
+    return dataclasses.replace(samples, routed_experts=shuffled[..., :top_k].astype(np.uint8))
+
+
 def as_input(role: str, iteration: int, kind: str, folder: Path, result: Result) -> Input:
     """A finished attempt, as the next stage gets it."""
     files = [dataclasses.asdict(entry) for entry in result.files]
@@ -127,6 +134,7 @@ def make_rollout(
     if not folder.exists():
         batch = samples if samples is not None else made_up_samples(iteration)
         arrays = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+        arrays = {name: array for name, array in arrays.items() if array is not None}
         folder.mkdir(parents=True)
         (folder / TENSORS_NAME).write_bytes(save(arrays))
     cursor = {"visits": 4 * (iteration + 1), "sets": {}, "data_fingerprint": "same"}

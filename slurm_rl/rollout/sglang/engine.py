@@ -32,6 +32,7 @@ import orjson
 
 from slurm_rl.errors import ConfigError, EngineError
 from slurm_rl.rollout.engine import Completion, Request, Sampling, Weights
+from slurm_rl.rollout.routing import Experts, read_experts
 from slurm_rl.rollout.server_process import find_free_port
 from slurm_rl.rollout.sglang.balance import Ask, Balance
 from slurm_rl.rollout.sglang.nodes import Leader
@@ -93,6 +94,7 @@ class SglangEngine:
         self._balance = Balance(0, limit=options.concurrency)
         self._http = Http(timeout_s=options.request_timeout_s)
         self._weights: Weights | None = None
+        self._experts: Experts | None = None
         #: Set by `abort`; new weights bring a new one, so that what was aborted stays so.
         self._cut = threading.Event()
         self._counts = Counts()
@@ -114,6 +116,8 @@ class SglangEngine:
         EngineError says what the first one to fail said; then none is left running.
         """
         dtype = read_dtype(weights.path)
+        if self._options.routed:
+            self._experts = read_experts(weights.path)
         environments = plan_environments(self._options)
         self._servers = [
             self._make_server(i, environment, weights, dtype)
@@ -141,16 +145,16 @@ class SglangEngine:
 
     async def generate(self, request: Request, sampling: Sampling) -> list[Completion]:
         """The group's completions, once a server has room for it and has answered."""
-        weights, cut = self._serving(), self._cut
+        weights, cut, experts = self._serving(), self._cut, self._experts
         self._check_sampling(sampling)
-        body = orjson.dumps(render_request(request, sampling))
+        body = orjson.dumps(render_request(request, sampling, routed=experts is not None))
         num = len(request.seeds)
         tokens = sum(
             len(request.entry_tokens(i)) + request.max_new_tokens(i, sampling) for i in range(num)
         )
 
         def parse(data: bytes) -> Answer:
-            return parse_answer(data, request, sampling, label=weights.label)
+            return parse_answer(data, request, sampling, label=weights.label, experts=experts)
 
         async with self._http.session() as session:
             ask = Ask(num, tokens, request.session)

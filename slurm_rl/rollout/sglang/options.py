@@ -46,6 +46,7 @@ class SglangOptions:
     concurrency: samples in flight to one server at once.
     replicas:    servers on this node.
     gpus:        what this node shows, as CUDA_VISIBLE_DEVICES names them; () on a CPU.
+    routed:      the servers say which experts each token was sent to.
     num_nodes:   nodes over which the one server spans, and leader_host: where its first rank is.
     """
 
@@ -58,6 +59,7 @@ class SglangOptions:
     concurrency: int = 256
     replicas: int = 1
     gpus: tuple[str, ...] = ()
+    routed: bool = False
     num_nodes: int = 1
     leader_host: str = HOST
     start_timeout_s: float = 900.0
@@ -95,6 +97,7 @@ def plan_options(
         concurrency=rollout.concurrency,
         replicas=rollout.replicas,
         gpus=visible_gpus(merged),
+        routed=rollout.use_rollout_routing_replay,
         num_nodes=rollout.engine_nodes,
         leader_host=leader_host,
         start_timeout_s=rollout.server_start_timeout_s,
@@ -218,6 +221,8 @@ def render_command(
         ours["dtype"] = dtype
     if options.deterministic:
         ours["enable_deterministic_inference"] = True
+    if options.routed:
+        ours["enable_return_routed_experts"] = True
     command = [options.python, "-m", "sglang.launch_server"]
     for name, value in (ours | arguments).items():
         command += render_argument(name, value)

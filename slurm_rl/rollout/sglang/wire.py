@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import orjson
 
 from slurm_rl.errors import EngineError
 from slurm_rl.rollout.engine import Completion, Request, Sampling
+from slurm_rl.rollout.routing import Experts, parse_routed
 
 #: Log-probs of tokens that are certain come out a rounding error above 0.
 _MOST_LOGPROB = 1e-3
@@ -42,8 +43,8 @@ class Answer:
     why_aborted: str = ""
 
 
-def render_request(request: Request, sampling: Sampling) -> dict[str, Any]:
-    """The body of `/generate` for one group: one entry a sample."""
+def render_request(request: Request, sampling: Sampling, *, routed: bool = False) -> dict[str, Any]:
+    """The body of `/generate` for one group: one entry a sample. routed: with its routing."""
     shared: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -58,6 +59,7 @@ def render_request(request: Request, sampling: Sampling) -> dict[str, Any]:
         shared["stop_token_ids"] = list(sampling.stop_token_ids)
     num = len(request.seeds)
     return {
+        **({"return_routed_experts": True} if routed else {}),
         "input_ids": [list(request.entry_tokens(i)) for i in range(num)],
         "sampling_params": [
             shared
@@ -101,15 +103,26 @@ def parse_json(data: bytes) -> Any:
         raise EngineError(f"SGLang answered with what is not JSON: {shown!r}") from error
 
 
-def parse_answer(data: bytes, request: Request, sampling: Sampling, *, label: str) -> Answer:
-    """The answer to one group, checked. EngineError says what is wrong with it."""
+def parse_answer(
+    data: bytes,
+    request: Request,
+    sampling: Sampling,
+    *,
+    label: str,
+    experts: Experts | None = None,
+) -> Answer:
+    """The answer to one group, checked. EngineError says what is wrong with it.
+
+    experts: of the model, if the routing was asked for.
+    """
     results = parse_json(data)
     num = len(request.seeds)
     if not isinstance(results, list) or len(results) != num:
         given = len(results) if isinstance(results, list) else 1
         raise EngineError(f"SGLang gave {given} results for {num} samples")
     try:
-        return _fold(results, request, sampling, label=label)
+        answer = _fold(results, request, sampling, label=label)
+        return answer if experts is None else _add_routing(answer, results, request, experts)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise EngineError(
             f"SGLang's answer has not the form of version 0.5.17: {type(error).__name__}: {error}"
@@ -131,6 +144,24 @@ def _fold(
         if completions[-1].finish == "abort":
             why = str((meta["finish_reason"] or {}).get("message", ""))
     return Answer(completions, prompt_tokens, cached_tokens, why)
+
+
+def _add_routing(
+    answer: Answer, results: list[Mapping[str, Any]], request: Request, experts: Experts
+) -> Answer:
+    """With the routing of each sample that was not cut off; those start again."""
+    found = []
+    for i, (completion, result) in enumerate(zip(answer.completions, results, strict=True)):
+        if completion.finish != "abort":
+            routed = parse_routed(
+                result["meta_info"].get("routed_experts"),
+                experts,
+                num_tokens=len(request.entry_tokens(i)) + len(completion.tokens),
+                what=f"SGLang's answer {i} to group {request.group_index}",
+            )
+            completion = replace(completion, routed_experts=routed)
+        found.append(completion)
+    return replace(answer, completions=found)
 
 
 def parse_completion(

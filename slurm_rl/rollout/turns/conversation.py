@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from slurm_rl.config.schema import Settings
-from slurm_rl.rollout.samples import Sample
+from slurm_rl.rollout.samples import RoutedSample, Sample
 from slurm_rl.rollout.turns.session import Session
 from slurm_rl.rollout.turns.template import ChatTemplate
 from slurm_rl.rollout.turns.transcript import Transcript
@@ -65,7 +65,15 @@ class Conversation:
             "label": prompt.label,
             "metadata": prompt.metadata,
         }
-        return Sample(
+        routed = ""
+        if self.settings.rollout.use_rollout_routing_replay:
+            trained = max((i for i, m in enumerate(loss_mask) if m), default=None)
+            needed = 0 if trained is None else len(prompt_tokens) + trained
+            whole = (*prompt_tokens, *response_tokens)
+            routed = self.session.routing_of(whole, num_needed=needed)
+        if routed:
+            known["routed_experts"] = routed
+        return (RoutedSample if routed else Sample)(
             self.group.group_index,
             0,
             prompt_tokens,

@@ -19,6 +19,7 @@ import xxhash
 
 from slurm_rl.errors import EngineError, RewardError, SlurmRlError
 from slurm_rl.rollout.engine import Completion, Engine, Request, Sampling, Weights
+from slurm_rl.rollout.routing import cover, num_shared
 from slurm_rl.rollout.turns.own_time import OwnTime
 from slurm_rl.seeds import derive_seed
 
@@ -81,6 +82,9 @@ class Session:
         self.aborted = False
         self.failure: SlurmRlError | None = None
         self.num_tokens = 0
+        #: Tokens of each line of talk and their routing; of calls that went on from others, the
+        #: last.
+        self._routed: list[tuple[tuple[int, ...], str]] = []
         self.own_time = OwnTime()
         self._engine = engine
         self._tokenizer = tokenizer
@@ -139,10 +143,33 @@ class Session:
         try:
             with self.own_time.stopped():
                 completions = await self._engine.generate(request, sampling)
-            return self._accept(completions, limit=sampling.max_new_tokens)
+            return self._accept(completions, context, limit=sampling.max_new_tokens)
         except SlurmRlError as error:
             self.failure = error
             raise
+
+    def routing_of(self, tokens: Sequence[int], *, num_needed: int) -> str:
+        """The routing of `tokens`, as the engine said it in a call that begins as they do.
+
+        num_needed: so many of them must be such; the rest may be anything. "" where none is needed
+        and none is known. RewardError where no call has so many.
+        """
+        # The last token that a call gave was never fed to the model.
+        shared = [(min(num_shared(t, tokens), len(t) - 1), text) for t, text in self._routed]
+        known, text = max(shared, key=lambda item: item[0], default=(0, ""))
+        if known < num_needed:
+            raise RewardError(
+                f"session {self.name}: the engine's routing is known of the first {known} tokens of"
+                f" a sample, and {num_needed} are needed up to its last trained one",
+                hint="train only on tokens that session.generate gave, each after the tokens it was"
+                " given, or take out rollout.use_rollout_routing_replay",
+            )
+        return cover(text, known=known, num_tokens=len(tokens)) if text else ""
+
+    def _keep_routing(self, tokens: tuple[int, ...], routed: str) -> None:
+        if routed:
+            kept = [item for item in self._routed if tokens[: len(item[0])] != item[0]]
+            self._routed = [*kept, (tokens, routed)]
 
     def _draw_seed(self, context: tuple[int, ...]) -> int:
         text = ",".join(map(str, context))
@@ -151,7 +178,9 @@ class Session:
         self._num_asked[digest] += 1
         return derive_seed(self.seed, "turn", digest, num)
 
-    def _accept(self, completions: Sequence[Completion], *, limit: int) -> Turn:
+    def _accept(
+        self, completions: Sequence[Completion], context: tuple[int, ...], *, limit: int
+    ) -> Turn:
         if len(completions) != 1:
             raise EngineError(f"session {self.name}: {len(completions)} answers to one request")
         (completion,) = completions
@@ -168,6 +197,7 @@ class Session:
         elif not tokens:
             raise EngineError(f"session {self.name}: the engine gave no whole answer")
         self.num_tokens += len(tokens)
+        self._keep_routing((*context, *tokens), completion.routed_experts)
         text = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         return Turn(tuple(tokens), tuple(logprobs), text, finish)
 

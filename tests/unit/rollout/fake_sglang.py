@@ -17,9 +17,11 @@ server, gets the same answer. How it misbehaves comes in FAKE (JSON), by server:
 A file `counts-<server>.json` in FAKE_FOLDER says what it was asked.
 """
 
+import base64
 import json
 import os
 import socket
+import struct
 import sys
 import threading
 import time
@@ -73,6 +75,17 @@ def complete(tokens: list[int], params: dict[str, object], *, generation: int) -
         "output_token_logprobs": [[lp, token, None] for token, lp in drawn],
     }
     return {"text": "", "output_ids": [token for token, _ in drawn], "meta_info": meta}
+
+
+def with_routing(answer: dict, tokens: list[int], *, asked: dict) -> dict:  # type: ignore[type-arg]
+    """If asked, and if the server was started for it: int32[tokens - 1, 2 layers, 1 of 4 experts],
+    the position modulo 4, and one more in the second layer."""
+    if asked.get("return_routed_experts") and "--enable-return-routed-experts" in sys.argv:
+        rows = len(tokens) + len(answer["output_ids"]) - 1
+        ids = [(row + layer) % 4 for row in range(rows) for layer in range(2)]
+        data = struct.pack(f"<{len(ids)}i", *ids)
+        answer["meta_info"]["routed_experts"] = base64.b64encode(data).decode()
+    return answer
 
 
 def spoil(answer: object) -> object:
@@ -157,7 +170,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.misbehave(number):
             return
         answer = [
-            complete(e, p, generation=generation) for e, p in zip(entries, params, strict=True)
+            with_routing(complete(e, p, generation=generation), e, asked=body)
+            for e, p in zip(entries, params, strict=True)
         ]
         with state:
             counts["now"] -= len(entries)

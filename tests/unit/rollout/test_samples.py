@@ -75,6 +75,7 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "samples.safetensors"
     batch = read_samples([path])
     arrays = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
+    del arrays["routed_experts"]
     save_file(arrays | {"tokens": batch.tokens[:-1]}, path)
     with pytest.raises(CorruptError, match="do not fit"):
         read_samples([path])

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from slurm_rl.errors import ConfigError, EngineError
+from slurm_rl.errors import ConfigError, EngineError, ModelError
 from slurm_rl.rollout.engine import Completion, Request, Sampling, Weights
+from slurm_rl.rollout.routing import read_routed
 from slurm_rl.rollout.sglang import SglangEngine, SglangOptions
 
 FAKE = Path(__file__).parent / "fake_sglang.py"
@@ -151,6 +152,25 @@ def test_prefixes_and_limits_differ_by_entry(make: Make) -> None:
     for before, after, prefix in zip(whole, rest, prefixes, strict=True):
         assert prefix + after.tokens == before.tokens
         assert after.logprobs == before.logprobs[len(prefix) :]
+
+
+def test_routing_is_asked_for_and_comes_with_each_sample(make: Make, weights: Weights) -> None:
+    config = {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 1}
+    config |= {"architectures": ["X"], "dtype": "float32"}
+    (weights.path / "config.json").write_text(json.dumps(config))
+    request = Request(0, (1, 2, 3), (4, 5), ((6,), ()))
+    (found,) = generate(make(routed=True), [request])
+    for i, completion in enumerate(found):
+        num = len(request.entry_tokens(i)) + len(completion.tokens)
+        rows = [[[k % 4], [(k + 1) % 4]] for k in range(num - 1)]
+        assert read_routed(completion.routed_experts).tolist() == [*rows, [[0], [0]]]
+    (plain,) = generate(make(), [request])
+    assert {c.routed_experts for c in plain} == {""}
+
+
+def test_a_model_without_experts_is_refused_before_a_server_starts(make: Make) -> None:
+    with pytest.raises(ModelError, match="says nothing of experts"):
+        make(routed=True)
 
 
 def test_what_would_end_the_server_is_not_sent(make: Make, tmp_path: Path) -> None:

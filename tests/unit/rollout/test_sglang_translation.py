@@ -305,3 +305,11 @@ def test_an_answer_costs_little_per_token() -> None:
     assert len(answer.completions) == num
     per_token_us = min(times) / (num * length) * 1e6
     assert per_token_us < 5.0, f"{per_token_us:.2f} µs a token"
+
+
+def test_the_server_is_told_to_say_its_routing(make_settings) -> None:  # type: ignore[no-untyped-def]
+    for routed in (False, True):
+        settings = make_settings(engine="sglang", use_rollout_routing_replay=routed)
+        options = plan_options(settings, environment={}, log_path=Path("/l"), random_seed=1)
+        command = render_command(options, WEIGHTS, port=1, dtype=None)
+        assert ("--enable-return-routed-experts" in command) == routed

@@ -1,0 +1,80 @@
+"""Rules of `rollout.use_rollout_routing_replay`: who can say which experts were chosen. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from slurm_rl.config.model_size import num_experts
+from slurm_rl.config.problems import Path, Problem
+from slurm_rl.config.schema import Settings
+
+Problems = Iterator[Problem]
+
+_NAME = "use_rollout_routing_replay"
+_AT: Path = ("rollout", _NAME)
+_OFF = f"set rollout.{_NAME}: false"
+#: SGLang's own name; the run sets it.
+_SERVER_FLAG = "enable_return_routed_experts"
+#: Server arguments under which SGLang 0.5.17 does not know the choice of every token: value -> why.
+_SILENT = {
+    "enable_hierarchical_cache": "a prefix that comes back from the host's cache has no ids",
+    "speculative_algorithm": "its buffer of ids does not count the draft's tokens",
+    "enable_eplb": "its ids are those of copies of experts",
+}
+#: Families whose router takes the largest logits; others choose by more than those.
+_EMBEDDED = ("qwen2_moe", "qwen3_moe", "mixtral")
+#: Ids are stored as uint8.
+_MOST = 256
+
+
+def check_routing(settings: Settings) -> Problems:
+    """What cannot be together with the replay of the engine's routing."""
+    rollout = settings.rollout
+    places = [
+        (("rollout", "sglang"), rollout.sglang),
+        *((("rollout", "pools", name, "sglang"), p.sglang) for name, p in rollout.pools.items()),
+    ]
+    for at, options in places:
+        if _SERVER_FLAG in options:
+            rule = f"is set by the run itself, from rollout.{_NAME}"
+            yield Problem((*at, _SERVER_FLAG), rule, "take it out", options[_SERVER_FLAG])
+    if not rollout.use_rollout_routing_replay:
+        return
+    for at, options in places:
+        for name, why in _SILENT.items():
+            if options.get(name):
+                rule = f"cannot be with {_NAME}: {why}"
+                yield Problem((*at, name), rule, f"take it out, or {_OFF}", options[name])
+    yield from _check_others(settings)
+
+
+def _check_others(settings: Settings) -> Problems:
+    """Settings of other parts."""
+    if settings.train.megatron.get("moe_router_fusion"):
+        rule = f"cannot be with rollout.{_NAME}: its kernel chooses the experts by itself"
+        place: Path = ("train", "megatron", "moe_router_fusion")
+        yield Problem(place, rule, f"take it out, or {_OFF}", True)
+    if settings.rollout.partial_rollout:
+        rule = f"cannot be with {_NAME}: what was carried over has no ids"
+        yield Problem(("rollout", "partial_rollout"), rule, f"set it to false, or {_OFF}", True)
+    if settings.train.sft_iterations:
+        rule = f"cannot be with rollout.{_NAME}: labels are no engine's answers"
+        path: Path = ("train", "sft_iterations")
+        yield Problem(path, rule, f"set it to 0, or {_OFF}", settings.train.sft_iterations)
+
+
+def check_experts(settings: Settings, config: Mapping[str, Any]) -> Problems:
+    """Whether the trained model, whose config.json says `config`, has experts to replay."""
+    if not settings.rollout.use_rollout_routing_replay:
+        return
+    num, family = num_experts(config), config.get("model_type")
+    if not num or "num_experts_per_tok" not in config:
+        rule = f"has no effect: the model ({family}) is no mixture of experts by its config.json"
+        yield Problem(_AT, rule, _OFF, True)
+    elif num > _MOST:
+        rule = f"takes at most {_MOST} experts, and the model has {num}"
+        yield Problem(_AT, rule, _OFF, True)
+    elif settings.rollout.engine == "embedded" and family not in _EMBEDDED:
+        rule = f"needs a model of {', '.join(_EMBEDDED)} with engine: embedded, not {family}"
+        yield Problem(_AT, rule, f"set engine: sglang, or {_OFF}", True)
