@@ -14,7 +14,7 @@ from typing import Any
 
 from slurm_rl.config.data_checks import data_uses
 from slurm_rl.config.problems import Path, Problem
-from slurm_rl.config.routing_checks import check_experts
+from slurm_rl.config.routing_checks import check_dense_layers, check_experts
 from slurm_rl.config.schema import SPECIAL_TOKENS, InitModel, Settings
 
 Problems = Iterator[Problem]
@@ -52,6 +52,7 @@ def check_model(settings: Settings) -> Problems:
     else:
         return
     yield from check_experts(settings, config)
+    yield from check_dense_layers(settings, config)
     yield from _check_context(settings, config.get("max_position_embeddings"))
     yield from _check_stop_tokens(settings, vocab_size)
 

@@ -1,11 +1,11 @@
-"""Rules of `rollout.use_rollout_routing_replay`: who can say which experts were chosen. Pure."""
+"""Rules of mixtures of experts: who can serve them, and say which experts were chosen. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from slurm_rl.config.model_size import num_experts
+from slurm_rl.config.model_size import dense_layers, num_experts
 from slurm_rl.config.problems import Path, Problem
 from slurm_rl.config.schema import Settings
 
@@ -24,6 +24,8 @@ _SILENT = {
 }
 #: Families whose router takes the largest logits; others choose by more than those.
 _EMBEDDED = ("qwen2_moe", "qwen3_moe", "mixtral")
+#: Families of which SGLang knows no layers without experts.
+_SERVED_WITHOUT_DENSE = ("qwen2_moe", "qwen3_moe")
 #: Ids are stored as uint8.
 _MOST = 256
 
@@ -62,6 +64,23 @@ def _check_others(settings: Settings) -> Problems:
         rule = f"cannot be with rollout.{_NAME}: labels are no engine's answers"
         path: Path = ("train", "sft_iterations")
         yield Problem(path, rule, f"set it to 0, or {_OFF}", settings.train.sft_iterations)
+
+
+def check_dense_layers(settings: Settings, config: Mapping[str, Any]) -> Problems:
+    """SGLang 0.5.17 makes every layer of these families one with experts: it would read nothing
+    for the others, and answer out of what lay in memory."""
+    layers = int(config.get("num_hidden_layers") or 0)
+    is_of_them = config.get("model_type") in _SERVED_WITHOUT_DENSE
+    if settings.rollout.engine != "sglang" or not is_of_them:
+        return
+    dense = dense_layers(config, layers)
+    if dense:
+        rule = (
+            f"cannot serve this model: layer {dense[0]} has no experts, and SGLang 0.5.17 gives "
+            f"all layers of {config['model_type']} some, without a word"
+        )
+        fix = "take a model whose layers all have experts, or engine: embedded"
+        yield Problem(("rollout", "engine"), rule, fix, "sglang")
 
 
 def check_experts(settings: Settings, config: Mapping[str, Any]) -> Problems:

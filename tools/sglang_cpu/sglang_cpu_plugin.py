@@ -1,9 +1,11 @@
-"""A SGLang plugin that makes per-request `sampling_seed` work on a CPU.
+"""A SGLang plugin that makes per-request `sampling_seed` and `return_routed_experts` work on a CPU.
 
 SGLang honours the seed only under `--enable-deterministic-inference`, which it allows for
 GPU attention backends and computes with Triton kernels. This registers `torch_native` as an
 allowed backend and gives the one hash that sampling needs in plain PyTorch. The matrix
 products stay the CPU's own: log-probs may still differ in the last bits with the batch.
+The experts that tokens were sent to it keeps in pinned memory, which there is only with an
+accelerator; here that is ordinary memory.
 SGLang loads it in each of its processes through the `sglang.srt.plugins` entry point.
 """
 
@@ -53,3 +55,19 @@ def register():
     sampler = sys.modules.get("sglang.srt.layers.sampler")
     if sampler is not None:
         sampler.murmur_hash32 = murmur_hash32
+    _keep_experts_in_ordinary_memory()
+
+
+def _keep_experts_in_ordinary_memory():
+    import torch
+    from sglang.srt.state_capturer import base
+
+    class HostCache(base.BaseHostCache):
+        def __init__(self, num_tokens, num_layers, topk_size, name):
+            self.buffer = torch.zeros((num_tokens, num_layers, topk_size), dtype=torch.int32)
+            self.num_tokens = num_tokens
+            self.num_layers = num_layers
+            self.topk_size = topk_size
+            self.name = name
+
+    base.BaseHostCache = HostCache

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slurm_rl.config.routing_checks import check_experts
+from slurm_rl.config.routing_checks import check_dense_layers, check_experts
 from slurm_rl.config.schema import Settings
 from slurm_rl.config.shaping import settings_digest, shaping_settings
 
@@ -79,6 +79,25 @@ def test_what_the_model_can(load: Load, changes: Any, values: Any, rule: str) ->
     found = [p.rule for p in check_experts(load(**ON, **values), MOE | changes)]
     assert [said.startswith(rule) for said in found] == ([True] if rule else [])
     assert not list(check_experts(load(**values), {"model_type": "llama"}))
+
+
+@pytest.mark.parametrize(
+    ("engine", "changes", "layer"),
+    [
+        ("sglang", {}, None),
+        ("sglang", {"mlp_only_layers": [3, 2]}, 2),
+        ("sglang", {"decoder_sparse_step": 2}, 0),
+        ("sglang", {"mlp_only_layers": [1], "model_type": "deepseek_v3"}, None),
+        ("embedded", {"mlp_only_layers": [1]}, None),
+    ],
+)
+def test_layers_that_sglang_would_not_serve(
+    load: Load, engine: str, changes: Any, layer: int | None
+) -> None:
+    config = MOE | {"num_hidden_layers": 4} | changes
+    found = [p.render({(): "f"}) for p in check_dense_layers(load(rollout__engine=engine), config)]
+    assert len(found) == (layer is not None)
+    assert all(f"layer {layer} has no experts" in said for said in found)
 
 
 def test_it_shapes_numbers_and_digests_of_runs_without_stay(load: Load) -> None:
