@@ -203,6 +203,10 @@ def replay(
     rollout_only: Annotated[
         bool, typer.Option("--rollout-only", help="Its rollout stage.")
     ] = False,
+    stage: Annotated[
+        str | None,
+        typer.Option("--stage", help="Another that runs a model: critic, reference, teacher."),
+    ] = None,
     samples: Annotated[
         Path | None,
         typer.Option(
@@ -218,12 +222,9 @@ def replay(
 
     Example: slurm-rl replay runs/demo -i 12 --train-only
     """
-    from slurm_rl.cli.replay import replay_stage
-    from slurm_rl.errors import ConfigError
+    from slurm_rl.cli.replay import choose_stage, replay_stage
 
-    if train_only == rollout_only:
-        raise ConfigError("say which: --train-only or --rollout-only")
-    kind = "train" if train_only else "rollout"
+    kind = choose_stage({"train": train_only, "rollout": rollout_only}, stage=stage)
     replay_stage(run, kind=kind, iteration=iteration, samples=samples, output=output)
 
 

@@ -19,7 +19,7 @@ from slurm_rl.chain.observe import read_current
 from slurm_rl.cli.runs import find_run
 from slurm_rl.cli.shell import find_stage, hold_inputs
 from slurm_rl.cli.terminal import format_seconds, say
-from slurm_rl.config.roles import num_ranks
+from slurm_rl.config.roles import stage_ranks
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import ConfigError, SlurmRlError
 from slurm_rl.launch.build import OpenRun
@@ -55,6 +55,20 @@ class Replay:
         return Slot(self.ref.iteration, self.ref.kind, self.control.timeline_of(self.ref))
 
 
+#: Stages that can be done again: they read what is committed, and run a model.
+_KINDS = ("train", "rollout", "critic", "reference", "teacher")
+
+
+def choose_stage(flags: Mapping[str, bool], *, stage: str | None) -> str:
+    """The kind of stage that a person names, by a flag of its own or by `--stage`."""
+    named = [kind for kind, given in flags.items() if given] + ([] if stage is None else [stage])
+    if len(named) != 1:
+        raise ConfigError("say which: --train-only, --rollout-only or --stage KIND")
+    if named[0] not in _KINDS:
+        raise ConfigError(f"--stage = {named[0]!r} is not one of {', '.join(_KINDS)}")
+    return named[0]
+
+
 def replay_stage(
     path: Path, *, kind: str, iteration: int, samples: Path | None, output: Path | None
 ) -> None:
@@ -83,7 +97,7 @@ def replay_stage(
         say(f"{ref}: again in {folder}; nothing of it is committed")
         results = list(_run(replay))
         say(f"done in {format_seconds(time.monotonic() - began)}")
-        if kind == "train":
+        if kind != "rollout":
             _compare_files(replay, results[0], is_same=samples is None)
         else:
             _compare_samples(replay, results)
@@ -135,7 +149,7 @@ def _run(replay: Replay) -> Iterator[Result]:
 def _compare_files(replay: Replay, result: Result, *, is_same: bool) -> None:
     commit = replay.committed
     _say_metrics({} if commit is None else commit.provenance.get("metrics", {}), result.metrics)
-    say(f"{num_ranks(replay.settings)} ranks")
+    say(f"{stage_ranks(replay.settings, replay.ref.kind)} ranks")
     if commit is None:
         say("this stage is not committed: there is nothing to compare with")
         return

@@ -24,6 +24,17 @@ def install() -> None:
         token_dispatcher.maybe_move_tensor_to_cpu = _as_asked
 
 
+def forget_pass(model: Any) -> None:
+    """Drop what dispatchers keep of their last pass: the graph of its tensors leads back to the
+    model by nodes of autograd, which no collector sees."""
+    for module in model.modules():
+        dispatcher = getattr(module, "token_dispatcher", None)
+        if dispatcher is not None:
+            for name, value in vars(dispatcher).items():
+                if torch.is_tensor(value) and value.grad_fn is not None:
+                    setattr(dispatcher, name, None)
+
+
 def _as_asked(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     if as_numpy and torch.is_tensor(tensor) and not tensor.is_cuda:
         return tensor.numpy()

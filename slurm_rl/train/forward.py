@@ -25,7 +25,6 @@ from slurm_rl.train.batch import (
     MicroBatch,
     Samples,
     conversation_sizes,
-    filled,
     pack_microbatch,
     plan_steps,
     rollout_weights,
@@ -267,7 +266,8 @@ def _num_missing(num: int, config: Any) -> int:
 
 
 def _filler(like: MicroBatch, config: Any) -> MicroBatch:
-    """A micro-batch that adds nothing, of one sequence of padding."""
+    """A micro-batch that adds nothing, of one sequence of padding. They come last, so that routers
+    without ids for them take nobody else's."""
     none = torch.zeros(0, device=like.tokens_bS.device)
     width = row_multiple(config)
     return MicroBatch(
@@ -281,15 +281,7 @@ def _filler(like: MicroBatch, config: Any) -> MicroBatch:
         denominator=0,
         num_sequences=1,
         lengths=None if like.lengths is None else (width,),
-        routed_bSLK=_fill_like(like.routed_bSLK, width),
     )
-
-
-def _fill_like(routed_bSLK: torch.Tensor | None, width: int) -> torch.Tensor | None:
-    if routed_bSLK is None:
-        return None
-    shape = (1, width, *routed_bSLK.shape[2:])
-    return torch.from_numpy(filled(shape)).to(routed_bSLK.device)
 
 
 def _no_loss(logits_1nV: torch.Tensor) -> Any:

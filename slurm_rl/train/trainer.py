@@ -31,7 +31,7 @@ from slurm_rl.config.schema import Settings
 from slurm_rl.config.train_schema import Critic
 from slurm_rl.errors import CorruptError
 from slurm_rl.seeds import derive_seed
-from slurm_rl.train import checkpoint, distributed, rng, routing
+from slurm_rl.train import checkpoint, distributed, experts, rng, routing
 from slurm_rl.train.batch import MicroBatch, Samples, check_samples
 from slurm_rl.train.chunks import model_chunks
 from slurm_rl.train.distributed import World
@@ -376,6 +376,7 @@ class Trainer:
             # would stay for the life of the process, and the threads of all its groups.
             for chunk in model_chunks(self._engine.model):
                 chunk.grad_accs.clear()
+                experts.forget_pass(chunk)
             self._config.grad_scale_func = None
             distributed.leave()
 

@@ -117,3 +117,13 @@ def test_with_every_job_killed_it_is_the_same(
     missed = [killer.wanted[stage] for stage in STAGES if stage not in killer.hits]
     assert set(missed) <= {"committed"}, f"not killed: {missed}"
     assert read_digests(tmp_path / "roles") == read_digests(undisturbed)
+
+
+@pytest.mark.parametrize("stage", ["i0001.critic", "i0001.reference", "i0000.teacher"])
+def test_each_stage_gives_its_committed_bytes_again(undisturbed: Path, stage: str) -> None:
+    iteration, kind = stage[1:].split(".")
+    argv = [PROGRAM, "replay", str(undisturbed), "-i", str(int(iteration)), "--stage", kind]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300)
+    num = len(content(undisturbed, stage)["files"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"all {num} files are, byte for byte, those that were committed" in done.stdout

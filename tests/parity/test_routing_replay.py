@@ -26,11 +26,15 @@ RANKS = {
     "tensor-padded": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pipeline": {"packed": 40, "pipeline_model_parallel_size": 2},
     "pipeline-full": {"packed": 20, "pipeline_model_parallel_size": 2, **FULL},
-    "interleaved-full": {
-        "packed": 20,
-        "pipeline_model_parallel_size": 2,
-        "virtual_pipeline_model_parallel_size": 2,
-        **FULL,
+    **{
+        # One of them has an odd number of micro-batches: the schedule adds one.
+        f"interleaved-full-{budget}": {
+            "packed": budget,
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+            **FULL,
+        }
+        for budget in (20, 40, 60)
     },
     "context": {"packed": 20, "context_parallel_size": 2},
     "context-padded-full": {"context_parallel_size": 2, **FULL},
