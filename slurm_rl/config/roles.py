@@ -47,6 +47,14 @@ def role_megatron(settings: Settings, kind: str) -> dict[str, Any]:
     return {**settings.train.megatron, **own} if kind == "reference" else own
 
 
+def fuses_kernels(settings: Settings, kind: str) -> bool:
+    """Whether such a stage may use fused kernels: the reference computes as the policy does."""
+    own = role(settings, kind).fused_kernels
+    if own is None and kind == "reference":
+        own = settings.train.fused_kernels
+    return own is not False
+
+
 def num_ranks(settings: Settings, kind: str = "train") -> int:
     """Processes of such a stage's job: `num_ranks`, or nodes × gpus_per_node under Slurm, or 1.
 

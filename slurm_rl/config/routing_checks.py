@@ -16,11 +16,20 @@ _AT: Path = ("rollout", _NAME)
 _OFF = f"set rollout.{_NAME}: false"
 #: SGLang's own name; the run sets it.
 _SERVER_FLAG = "enable_return_routed_experts"
-#: Server arguments under which SGLang 0.5.17 does not know the choice of every token: value -> why.
+#: Server arguments under which SGLang 0.5.17 does not know the choice of every token -> why.
 _SILENT = {
     "enable_hierarchical_cache": "a prefix that comes back from the host's cache has no ids",
     "speculative_algorithm": "its buffer of ids does not count the draft's tokens",
     "enable_eplb": "its ids are those of copies of experts",
+    "enable_two_batch_overlap": "its second half writes its ids over those of the first",
+}
+#: Those that may have some values -> these, and why no other.
+_SPOKEN: dict[str, tuple[tuple[Any, ...], str]] = {
+    "pp_size": ((1,), "each server process knows the choices of its own layers alone"),
+    "moe_runner_backend": (
+        ("auto", "triton"),
+        "in its kernels the choice of experts is not recorded",
+    ),
 }
 #: Families whose router takes the largest logits; others choose by more than those.
 _EMBEDDED = ("qwen2_moe", "qwen3_moe", "mixtral")
@@ -46,6 +55,10 @@ def check_routing(settings: Settings) -> Problems:
     for at, options in places:
         for name, why in _SILENT.items():
             if options.get(name):
+                rule = f"cannot be with {_NAME}: {why}"
+                yield Problem((*at, name), rule, f"take it out, or {_OFF}", options[name])
+        for name, (values, why) in _SPOKEN.items():
+            if name in options and options[name] not in values:
                 rule = f"cannot be with {_NAME}: {why}"
                 yield Problem((*at, name), rule, f"take it out, or {_OFF}", options[name])
     yield from _check_others(settings)

@@ -30,10 +30,10 @@ class Forward(Stage):
         description="Pack samples into passes of at most so many tokens a rank (a longer sample has"
         " one of its own), balanced over the ranks; unset: padded passes of `micro_batch_size`.",
     )
-    fused_kernels: bool = Field(
-        True,
-        description="On a GPU with Triton: norms, SwiGLU and rotary embedding as one kernel each;"
-        " false: PyTorch's operations.",
+    fused_kernels: bool | None = Field(
+        None,
+        description="On a GPU with Triton: log-probs, norms, SwiGLU and rotary embedding as one"
+        " kernel each; false: PyTorch's operations. Unset: true; of the reference, the policy's.",
     )
     megatron: dict[str, Any] = Field(
         default_factory=dict,

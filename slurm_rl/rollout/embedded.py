@@ -224,7 +224,7 @@ class _Row:
         self.finish: Literal["stop", "length"] | None = None
         self._tokenizer = tokenizer
         self._sampling = sampling
-        #: Each uint8[tokens, L, K], of the tokens that the model was fed so far.
+        #: Each int64[tokens, L, K], of the tokens that the model was fed so far.
         self.routed: list[NDArray[np.int64]] = []
         self._end_ids = end_ids
         self._max_new_tokens = max_new_tokens

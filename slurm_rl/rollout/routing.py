@@ -161,6 +161,11 @@ def cover(text: str, *, known: int, num_tokens: int) -> str:
     return write_routed(np.concatenate([routed[:known], rest]))
 
 
+def replace_start(text: str, other: str, *, num: int) -> str:
+    """The ids of a sample, its first `num` tokens' those of `other`."""
+    return write_routed(np.concatenate([read_routed(other)[:num], read_routed(text)[num:]]))
+
+
 def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens two sequences begin with in common."""
     least = min(len(one), len(other))

@@ -288,13 +288,15 @@ def as_version(batch: SampleBatch, version: int) -> SampleBatch:
     )
 
 
-def read_samples(paths: Iterable[str | Path]) -> SampleBatch:
+def read_samples(paths: Iterable[str | Path], *, with_routing: bool = True) -> SampleBatch:
     """One batch from the `samples.safetensors` of every shard, sorted by group and sample.
+
+    with_routing: whether `routed_experts` is wanted, which may be larger than all else.
 
     Raises CorruptError naming the file if a tensor is missing, of another type, or does not
     fit the lengths.
     """
-    joined = join_samples([_read_tensors(Path(path)) for path in paths])
+    joined = join_samples([_read_tensors(Path(path), with_routing) for path in paths])
     return take_samples(joined, training_order(joined))
 
 
@@ -336,7 +338,7 @@ def take_samples(batch: SampleBatch, order: NDArray[np.intp]) -> SampleBatch:
     return SampleBatch(**taken)
 
 
-def _read_tensors(path: Path) -> SampleBatch:
+def _read_tensors(path: Path, with_routing: bool) -> SampleBatch:
     try:
         arrays = load(path.read_bytes())
     except SafetensorError as error:
@@ -344,7 +346,7 @@ def _read_tensors(path: Path) -> SampleBatch:
     for name, dtype in _DTYPES.items():
         if name not in arrays or arrays[name].dtype != dtype:
             raise CorruptError(f"{path}: tensor {name} is missing or not {np.dtype(dtype)}")
-    routed = arrays.get(_ROUTED)
+    routed = arrays.pop(_ROUTED, None) if with_routing else None
     if routed is not None and (
         routed.dtype != np.uint8 or routed.ndim != 3 or 0 in routed.shape[1:]
     ):

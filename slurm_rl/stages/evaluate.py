@@ -55,6 +55,7 @@ def run_eval(order: Order, settings: Settings, *, engine: Engine | None = None) 
     Raises what a rollout raises; DataError for a prompt that leaves no room for an answer, since
     leaving it out would change the number; ServiceDown where a reward's service does not answer.
     """
+    settings = _without_routing(settings)
     if follow(order, settings):
         return Result(files=[])
     began = time.monotonic()
@@ -86,6 +87,12 @@ def run_eval(order: Order, settings: Settings, *, engine: Engine | None = None) 
         "eval": chosen.model_dump(exclude=_JOB),
     }
     return replace(result, content=result.content | content, metrics=result.metrics | numbers)
+
+
+def _without_routing(settings: Settings) -> Settings:
+    """Nobody trains on what is evaluated: which experts were chosen is not asked."""
+    rollout = settings.rollout.model_copy(update={"use_rollout_routing_replay": False})
+    return settings.model_copy(update={"rollout": rollout})
 
 
 def _open_supply(

@@ -74,7 +74,7 @@ def read_rollout_samples(order: Order) -> SampleBatch:
     source = order.input("rollout")
     names = [name for name in source.files if name.split("/")[-1] == TENSORS_NAME]
     check_inputs(source, names)
-    return read_samples([source.files[name] for name in sorted(names)])
+    return read_samples([source.files[name] for name in sorted(names)], with_routing=False)
 
 
 def _move(order: Order, settings: Settings, before: Input) -> list[FileEntry]:

@@ -46,7 +46,9 @@ def read_batch(order: Order, settings: Settings) -> Batch:
     Raises CorruptError (a file is not what was committed; a version, token or score that cannot
     be) and DataError (a sample has no reward, or no group is left).
     """
-    samples = read_samples(_checked(order.input("rollout"), TENSORS_NAME))
+    is_replayed = order.kind == "train" and settings.rollout.use_rollout_routing_replay
+    paths = _checked(order.input("rollout"), TENSORS_NAME)
+    samples = read_samples(paths, with_routing=is_replayed)
     check_token_versions(samples, order, settings)
     num_dropped = 0
     if "score" in order.inputs:

@@ -182,12 +182,15 @@ def _describe_process(trainer: Trainer, *, save_s: float) -> dict[str, Any]:
     """Where and with what a stage ran."""
     import torch
 
+    from slurm_rl.train import fused
+
     cuda = torch.cuda.is_available()
     return {
         "versions": {name: metadata.version(name) for name in ("torch", "megatron-core")},
         "save_s": round(save_s, 3),
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "num_ranks": trainer.world.size,
+        "fused_kernels": fused.is_on(trainer.model.config),
         "pid": os.getpid(),
     }
 

@@ -40,6 +40,7 @@ from slurm_rl.train.context import (
     row_multiple,
     sequence_multiple,
 )
+from slurm_rl.train.fused import vocab_kernels
 from slurm_rl.train.meter import Meter
 from slurm_rl.train.packing import Budget, round_up, token_costs
 from slurm_rl.train.regroup import regroup
@@ -176,6 +177,7 @@ def predict(engine: Engine, batch: MicroBatch, logits_1nV: torch.Tensor) -> Any:
         temperature=engine.temperature,
         vocab_size=engine.vocab_size,
         group=parallel_state.get_tensor_model_parallel_group(),
+        kernels=vocab_kernels(engine.model.config),
     )
     return gather_tokens(found, own_n, num=len(batch.targets_N))
 

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slurm_rl.train import kernels
 from slurm_rl.train.attention import chunk_order
+from slurm_rl.train.options import MegatronOptions
 
 
 def find_layers() -> Any:
@@ -29,17 +30,41 @@ def find_layers() -> Any:
     return kernels.find_kernels("fused_layers")
 
 
+def are_on(options: MegatronOptions) -> bool:
+    """Whether a model of these options uses the kernels; every rank calls it."""
+    return options.fused and kernels.agreed()
+
+
+def fuses_swiglu(options: MegatronOptions, *, on: bool) -> bool:
+    """The default of Megatron's `bias_activation_fusion`: what that way would leave out, and what
+    is not ours, stays as Megatron has it. on: see `are_on`."""
+    own = options.transformer
+    is_plain = own.get("activation_func_clamp_value") is None
+    is_plain = is_plain and not own.get("activation_func_fp8_input_store")
+    return on and is_plain and own.get("transformer_impl", "local") == "local"
+
+
 def switch(config: TransformerConfig, *, on: bool) -> None:
-    """Whether models of this configuration use the kernels, where they can."""
-    is_on = on and config.transformer_impl == "local" and find_layers() is not None
-    setattr(config, "fused_layers", is_on)  # noqa: B010
-    if is_on:
+    """Whether models of this configuration use the kernels."""
+    setattr(config, "fused_kernels", on)  # noqa: B010
+    if on and config.transformer_impl == "local":
         _install()
 
 
 def kernels_of(config: Any) -> Any:
-    """The kernels that a model of this configuration uses; None for PyTorch's operations."""
-    return find_layers() if getattr(config, "fused_layers", False) else None
+    """The kernels of a model's layers; None for PyTorch's operations."""
+    is_local = getattr(config, "transformer_impl", "local") == "local"
+    return find_layers() if is_on(config) and is_local else None
+
+
+def vocab_kernels(config: Any) -> Any:
+    """`fused_vocab` for a model of this configuration; None for PyTorch's operations."""
+    return kernels.find_kernels("fused_vocab") if is_on(config) else None
+
+
+def is_on(config: Any) -> bool:
+    """Whether a model of this configuration uses the kernels."""
+    return bool(getattr(config, "fused_kernels", False))
 
 
 _plain_rotary = attention.apply_rotary_pos_emb
@@ -54,7 +79,7 @@ def _install() -> None:
 
 
 def swiglu(x: torch.Tensor, bias: torch.Tensor | None, *_: Any) -> torch.Tensor:
-    """Megatron's `bias_swiglu_impl`."""
+    """Megatron's `bias_swiglu_impl`: [..., 2F] -> [..., F]."""
     x = x if bias is None else x + bias
     found: torch.Tensor = find_layers().SwiGLUFunction.apply(x)
     return found
@@ -63,7 +88,8 @@ def swiglu(x: torch.Tensor, bias: torch.Tensor | None, *_: Any) -> torch.Tensor:
 def weighted_swiglu(
     x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor, *_: Any
 ) -> torch.Tensor:
-    """Megatron's `weighted_bias_swiglu_impl`: an expert's, times the router's probabilities."""
+    """Megatron's `weighted_bias_swiglu_impl`: an expert's [t, 2F] -> [t, F], times the router's
+    probabilities [t, 1]."""
     return (swiglu(x, bias) * weights).to(x.dtype)
 
 

@@ -64,6 +64,7 @@ def model_config(
     _check_layout(geometry, options)
     bf16 = is_bf16(geometry, options)
     dtype = torch.bfloat16 if bf16 else torch.float32
+    with_kernels = fused.are_on(options)
     fields: dict[str, Any] = {
         "bf16": bf16,
         "params_dtype": dtype,
@@ -78,7 +79,7 @@ def model_config(
         "use_cpu_initialization": not torch.cuda.is_available(),
         "deterministic_mode": deterministic,
         **_DEFAULTS,
-        "bias_activation_fusion": options.fused and fused.find_layers() is not None,
+        "bias_activation_fusion": fused.fuses_swiglu(options, on=with_kernels),
         **options.transformer,
         **megatron_fields(geometry),
         "activation_func": torch.nn.functional.silu,
@@ -89,7 +90,7 @@ def model_config(
         config = kind(**fields | {"bf16": bf16})
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"train.megatron: Megatron-core refuses it: {error}") from error
-    fused.switch(config, on=options.fused)
+    fused.switch(config, on=with_kernels)
     return config
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slurm_rl.config.roles import num_ranks, role, role_megatron
+from slurm_rl.config.roles import fuses_kernels, num_ranks, role, role_megatron
 from slurm_rl.config.schema import Settings
 from slurm_rl.config.train_schema import Forward
 from slurm_rl.train import distributed
@@ -49,9 +49,8 @@ class Scorer:
 
         Raises ConfigError (layout, ranks).
         """
-        section = role(settings, kind)
-        megatron = role_megatron(settings, kind)
-        options = split_megatron(megatron, trains=False, fused=section.fused_kernels)
+        megatron, fused = role_megatron(settings, kind), fuses_kernels(settings, kind)
+        options = split_megatron(megatron, trains=False, fused=fused)
         if settings.deterministic:
             prepare_determinism()
         world: World = distributed.read_world(os.environ, expected=num_ranks(settings, kind))

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slurm_rl.config.roles import num_ranks, role_megatron, updating_roles
+from slurm_rl.config.roles import fuses_kernels, num_ranks, role_megatron, updating_roles
 from slurm_rl.config.schema import Settings
 from slurm_rl.config.train_schema import Critic
 from slurm_rl.errors import CorruptError
@@ -124,7 +124,7 @@ class Trainer:
         Raises ConfigError (layout, ranks, schedule) or ModelError (family, files).
         """
         geometry, layout = read_geometry(weights_dir), read_layout(weights_dir)
-        fused = updating_roles(settings)[kind].fused_kernels
+        fused = fuses_kernels(settings, kind)
         options = split_megatron(role_megatron(settings, kind), fused=fused)
         world = distributed.read_world(os.environ, expected=num_ranks(settings, kind))
         if settings.deterministic:

@@ -1,8 +1,8 @@
 """Log-probabilities and entropy of logits whose vocabulary is split over tensor ranks.
 
 Megatron-core has a cross entropy of this kind but no entropy; here one pass gives both, and padding
-columns count nothing. On a GPU with Triton the kernels of `fused_vocab.py` compute them without a
-float32 copy of the logits, elsewhere PyTorch's operations.
+columns count nothing. The kernels of `fused_vocab.py` compute them without a float32 copy of the
+logits, PyTorch's operations with several.
 
 Legend: N tokens, V columns of this rank.
 """
@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from slurm_rl.train.kernels import find_kernels
 
 #: Logit of a padding column: exp of it is 0, and 0 times it is 0 (which -inf would not be).
 _NOWHERE = -1e30
@@ -27,6 +25,7 @@ def logprobs_and_entropy(
     temperature: float,
     vocab_size: int,
     group: Any = None,
+    kernels: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each target and entropy of each distribution, float32[N] each.
 
@@ -38,7 +37,7 @@ def logprobs_and_entropy(
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     first = rank * logits_NV.shape[-1]
     group = group if size > 1 else None
-    if logits_NV.is_cuda and (kernels := find_kernels("fused_vocab")) is not None:
+    if kernels is not None:
         width = min(max(vocab_size - first, 0), logits_NV.shape[-1])
         return fused(
             logits_NV,

@@ -1,4 +1,7 @@
-"""Routing replay on one GPU: SGLang says which experts it chose, Megatron-core sends tokens there."""
+"""Routing replay on one GPU: SGLang says which experts it chose, and training takes them.
+
+Whether the trainer sends tokens there is what tests/parity/test_routing_replay.py shows.
+"""
 
 from __future__ import annotations
 

@@ -56,10 +56,11 @@ def used(yes: bool) -> Iterator[Counter[str]]:
     from slurm_rl.train import fused
 
     CALLS.clear()
-    before: Any = fused.find_layers
+    before: Any = fused.find_layers, fused.are_on
     if yes:
-        setattr(fused, "find_layers", lambda: sys.modules[__name__])  # noqa: B010
+        fused.find_layers = lambda: sys.modules[__name__]
+        fused.are_on = lambda options: options.fused
     try:
         yield CALLS
     finally:
-        setattr(fused, "find_layers", before)  # noqa: B010
+        fused.find_layers, fused.are_on = before

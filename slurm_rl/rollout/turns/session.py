@@ -19,7 +19,7 @@ import xxhash
 
 from slurm_rl.errors import EngineError, RewardError, SlurmRlError
 from slurm_rl.rollout.engine import Completion, Engine, Request, Sampling, Weights
-from slurm_rl.rollout.routing import cover, num_shared
+from slurm_rl.rollout.routing import cover, num_shared, replace_start
 from slurm_rl.rollout.turns.own_time import OwnTime
 from slurm_rl.seeds import derive_seed
 
@@ -167,9 +167,15 @@ class Session:
         return cover(text, known=known, num_tokens=len(tokens)) if text else ""
 
     def _keep_routing(self, tokens: tuple[int, ...], routed: str) -> None:
-        if routed:
-            kept = [item for item in self._routed if tokens[: len(item[0])] != item[0]]
-            self._routed = [*kept, (tokens, routed)]
+        """Of tokens that an earlier call gave, its ids stay: its log-probs were computed by them,
+        and a later call that reads the tokens again may choose otherwise."""
+        if not routed:
+            return
+        earlier = [item for item in self._routed if tokens[: len(item[0])] == item[0]]
+        for begun, text in earlier:
+            routed = replace_start(routed, text, num=len(begun) - 1)
+        self._routed = [item for item in self._routed if item not in earlier]
+        self._routed.append((tokens, routed))
 
     def _draw_seed(self, context: tuple[int, ...]) -> int:
         text = ",".join(map(str, context))

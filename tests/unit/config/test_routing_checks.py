@@ -39,6 +39,18 @@ MOE = {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8}
             "rollout.sglang.enable_eplb = true cannot be with",
         ),
         (
+            {**ON, "rollout__sglang": {"enable_two_batch_overlap": True}},
+            "rollout.sglang.enable_two_batch_overlap = true cannot be with",
+        ),
+        (
+            {**ON, "rollout__sglang": {"pp_size": 2}},
+            "rollout.sglang.pp_size = 2 cannot be with",
+        ),
+        (
+            {**ON, "rollout__sglang": {"moe_runner_backend": "flashinfer_trtllm"}},
+            'rollout.sglang.moe_runner_backend = "flashinfer_trtllm" cannot be with',
+        ),
+        (
             {"rollout__sglang": {"enable_return_routed_experts": True}},
             "rollout.sglang.enable_return_routed_experts = true is set by the run itself",
         ),

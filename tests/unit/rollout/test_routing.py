@@ -227,10 +227,13 @@ def test_what_a_model_says_of_its_experts(tmp_path: Path) -> None:
 
 
 class Scripted:
-    """An engine that says one token, 9, and the routing of all but it."""
+    """An engine that says one token, 9, and the routing of all but it, another one each time."""
+
+    calls = -1
 
     async def generate(self, request: Request, sampling: Sampling) -> list[Completion]:
-        text = check_routed(draw_ids(0, len(request.prompt_tokens)), EXPERTS, what="x")
+        self.calls += 1
+        text = check_routed(draw_ids(self.calls, len(request.prompt_tokens)), EXPERTS, what="x")
         return [Completion((9,), (-0.5,), "stop", WEIGHTS.label, text)]
 
 
@@ -252,14 +255,17 @@ def talk(*contexts: tuple[int, ...]) -> Session:
     return session
 
 
-def test_the_last_call_covers_a_conversation_and_what_came_after_is_anything() -> None:
+def test_each_token_keeps_the_choice_of_the_call_that_gave_it() -> None:
+    """A later call reads the conversation again, and may choose otherwise; the log-probs are of the
+    first. What came after the last call is anything."""
     session = talk((1, 2), (1, 2, 9, 5))
+    first, second = draw_ids(0, 2), draw_ids(1, 4)
+    assert (first != second[:2]).any()
     routed = read_routed(session.routing_of((1, 2, 9, 5, 9, 6, 6), num_needed=4))
-    np.testing.assert_array_equal(routed[:4], draw_ids(0, 4))
+    np.testing.assert_array_equal(routed[:4], np.concatenate([first, second[2:]]))
     assert routed[4:].tolist() == [[[0, 1], [0, 0], [0, 1]]] * 3
-    # A part of it, as a function may give it back.
     part = read_routed(session.routing_of((1, 2, 9), num_needed=2))
-    np.testing.assert_array_equal(part[:2], draw_ids(0, 4)[:2])
+    np.testing.assert_array_equal(part[:2], first)
 
 
 def test_what_no_call_covers_is_refused() -> None:
