@@ -99,7 +99,8 @@ def doctor(
     ],
     set_: SetOption = None,
     stage: Annotated[
-        str | None, typer.Option("--stage", help="train, rollout or init: try that stage's job.")
+        str | None,
+        typer.Option("--stage", help="Try the job of that stage: train, rollout, critic, …"),
     ] = None,
     no_jobs: Annotated[bool, typer.Option("--no-jobs", help="Submit nothing.")] = False,
     patience: Annotated[

@@ -63,7 +63,7 @@ def choose_stage(flags: Mapping[str, bool], *, stage: str | None) -> str:
     """The kind of stage that a person names, by a flag of its own or by `--stage`."""
     named = [kind for kind, given in flags.items() if given] + ([] if stage is None else [stage])
     if len(named) != 1:
-        raise ConfigError("say which: --train-only, --rollout-only or --stage KIND")
+        raise ConfigError("say which one: --train-only, --rollout-only or --stage KIND")
     if named[0] not in _KINDS:
         raise ConfigError(f"--stage = {named[0]!r} is not one of {', '.join(_KINDS)}")
     return named[0]

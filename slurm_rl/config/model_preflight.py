@@ -51,8 +51,11 @@ def check_model(settings: Settings) -> Problems:
         yield from _check_template(settings, folder)
     else:
         return
-    yield from check_experts(settings, config)
-    yield from check_dense_layers(settings, config)
+    try:
+        yield from (*check_experts(settings, config), *check_dense_layers(settings, config))
+    except (TypeError, ValueError) as error:
+        at: Path = ("hf_checkpoint",) if settings.init_model is None else ("init_model", "config")
+        yield Problem(at, f"has a size that is no number ({error})", "mend it")
     yield from _check_context(settings, config.get("max_position_embeddings"))
     yield from _check_stop_tokens(settings, vocab_size)
 

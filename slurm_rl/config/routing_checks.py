@@ -82,11 +82,10 @@ def _check_others(settings: Settings) -> Problems:
 def check_dense_layers(settings: Settings, config: Mapping[str, Any]) -> Problems:
     """SGLang 0.5.17 makes every layer of these families one with experts: it would read nothing
     for the others, and answer out of what lay in memory."""
-    layers = int(config.get("num_hidden_layers") or 0)
     is_of_them = config.get("model_type") in _SERVED_WITHOUT_DENSE
     if settings.rollout.engine != "sglang" or not is_of_them:
         return
-    dense = dense_layers(config, layers)
+    dense = dense_layers(config, int(config.get("num_hidden_layers") or 0))
     if dense:
         rule = (
             f"cannot serve this model: layer {dense[0]} has no experts, and SGLang 0.5.17 gives "

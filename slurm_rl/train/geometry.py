@@ -199,6 +199,8 @@ def read_model_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{path}: there is no such file") from error
     except ValueError as error:
         raise ModelError(f"{path}: not JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path}: not an object, but a {type(config).__name__}")
     return config
 
 
@@ -218,6 +220,8 @@ def parse_model_config(config: dict[str, Any], *, where: str) -> Geometry:
         geometry = _geometry(config, family, where=where)
     except KeyError as error:
         raise ModelError(f"{where}: {error.args[0]} is missing") from error
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"{where}: a size in it is no number ({error})") from error
     problem = family.check(config) or _problem_of_experts(geometry.moe)
     if problem:
         raise ModelError(f"{where}: {problem}")

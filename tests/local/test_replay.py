@@ -116,7 +116,7 @@ def test_samples_from_elsewhere_are_trained_on(run: Path, tmp_path: Path) -> Non
 
 def test_what_cannot_be_replayed_is_one_line(run: Path, tmp_path: Path) -> None:
     where = str(run)
-    assert "say which" in call("replay", where, "-i", "1", code=2)
+    assert "say which one" in call("replay", where, "-i", "1", code=2)
     told = call("replay", where, "-i", "1", "--rollout-only", "--samples", "a.jsonl", code=2)
     assert "give --train-only with it" in told
     told = call("replay", where, "-i", "1", "--train-only", "--output", f"{where}/x", code=2)

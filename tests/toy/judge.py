@@ -35,7 +35,7 @@ class Breach(AssertionError):
 class Judge:
     """Watches one run. `commits` holds what was published where, `breach` the first broken rule.
 
-    max_submissions: how often one link may be submitted on one timeline.
+    max_submissions: how often one link, or a shard of it, may be submitted on one timeline.
     is_honest: whether the scheduler, and everybody's clock, could be believed so far: then no link
                has two jobs.
     """
@@ -130,9 +130,8 @@ class Judge:
             ]
             self._rule(len(pending) <= self.max_ticks, f"{len(pending)} ticks are pending")
             return
-        if job.task is not None and job.task != min(job.request.shards):
-            return
-        link = job.request.command[2].rpartition("/")[0]
+        # An array whose tasks are seen to end one after the other comes again in parts.
+        link = f"{job.request.command[2].rpartition('/')[0]} {job.task}"
         self._submissions[link] += 1
         number = self._submissions[link]
         self._rule(number <= self.max_submissions, f"{job.request.name}: submission {number}")

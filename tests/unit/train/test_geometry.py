@@ -232,3 +232,16 @@ def test_every_field_that_a_model_decides_is_known_to_megatron():
 def test_what_other_families_would_get_wrong_is_refused(changes, said):
     with pytest.raises(ModelError, match=said):
         parse(**changes)
+
+
+@pytest.mark.parametrize("text", ["[]", '"a"', "3"])
+def test_a_config_that_is_no_object_is_named(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"config\.json: not an object, but a "):
+        read_geometry(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "hidden_size", "num_attention_heads"])
+def test_a_size_that_is_no_number_is_named(name):
+    with pytest.raises(ModelError, match="a size in it is no number"):
+        parse_model_config(LLAMA | {name: "three"}, where="x")
