@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from parity.plain_layers import rotate, swiglu
 
 
 def relative(found, wanted):
@@ -41,18 +42,7 @@ def test_logprobs_and_entropy(dtype, limit):
 
 def rotated(x, freqs, positions, is_interleaved):
     angles = freqs[:, 0, 0].double()[positions.long()][:, None]
-    size = angles.shape[-1]
-    t, rest = x[..., :size], x[..., size:]
-    if is_interleaved:
-        turned = torch.stack((-t[..., 1::2], t[..., ::2]), -1).flatten(-2)
-    else:
-        turned = torch.cat((-t[..., size // 2 :], t[..., : size // 2]), -1)
-    return torch.cat((t * angles.cos() + turned * angles.sin(), rest), -1)
-
-
-def swiglu(x):
-    gate, value = x.chunk(2, -1)
-    return torch.nn.functional.silu(gate) * value
+    return rotate(x, angles, is_interleaved)
 
 
 def cases():

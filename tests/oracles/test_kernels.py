@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parity.plain_layers import rotate, swiglu
 
 from slurm_rl.train import fused_layers, fused_vocab
 from slurm_rl.train.vocab_parallel import fused, logprobs_and_entropy
@@ -64,11 +65,6 @@ def test_a_norm_over_more_rows_than_its_programs_hold_at_a_time():
         fused_layers._MOST_PROGRAMS = most
 
 
-def plain_swiglu(x):
-    gate, value = x.chunk(2, -1)
-    return torch.nn.functional.silu(gate) * value
-
-
 @few
 @given(
     rows=st.lists(st.integers(0, 5), min_size=1, max_size=2),
@@ -78,7 +74,7 @@ def plain_swiglu(x):
 def test_swiglu(rows, width, seed):
     torch.manual_seed(seed)
     x = torch.randn(*rows, 2 * width) * 4
-    compare(fused_layers.SwiGLUFunction.apply, plain_swiglu, (x,), atol=2e-5)
+    compare(fused_layers.SwiGLUFunction.apply, swiglu, (x,), atol=2e-5)
 
 
 @few
@@ -101,12 +97,7 @@ def test_rotary(num, heads, sizes, is_interleaved, gap, seed):
 
     def plain(x):
         own = freqs[:, 0, 0][positions.long()][:, None]
-        t, rest = x[..., :size], x[..., size:width]
-        if is_interleaved:
-            turned = torch.stack((-t[..., 1::2], t[..., ::2]), -1).flatten(-2)
-        else:
-            turned = torch.cat((-t[..., size // 2 :], t[..., : size // 2]), -1)
-        return torch.cat((t * own.cos() + turned * own.sin(), rest), -1)
+        return rotate(x[..., :width], own, is_interleaved)
 
     def ours(x):
         cut = x[..., :width]
@@ -149,7 +140,7 @@ def test_logprobs_and_entropy(num, shape, temperature, scale, which, seed):
 @pytest.mark.parametrize("wrong", [0.0, 1e-3])
 def test_the_comparison_can_fail(wrong):
     def off(x):
-        return plain_swiglu(x) + wrong
+        return swiglu(x) + wrong
 
     inputs = (torch.randn(3, 16),)
     if wrong:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import plain_layers
 import torch
 
 #: How often each was called since the last `used`.
@@ -29,8 +30,7 @@ class SwiGLUFunction:
     @staticmethod
     def apply(x: torch.Tensor) -> torch.Tensor:
         CALLS["swiglu"] += 1
-        gate, value = x.chunk(2, -1)
-        return torch.nn.functional.silu(gate) * value
+        return plain_layers.swiglu(x)
 
 
 class RotaryFunction:
@@ -41,13 +41,7 @@ class RotaryFunction:
         CALLS["rotary"] += 1
         assert positions.dtype == torch.int32
         angles = freqs.flatten(1)[positions.long()][:, None]
-        size = angles.shape[-1]
-        t, rest = x[..., :size], x[..., size:]
-        if is_interleaved:
-            turned = torch.stack((-t[..., 1::2], t[..., ::2]), -1).flatten(-2)
-        else:
-            turned = torch.cat((-t[..., size // 2 :], t[..., : size // 2]), -1)
-        return torch.cat((t * angles.cos() + turned * angles.sin(), rest), -1)
+        return plain_layers.rotate(x, angles, is_interleaved)
 
 
 @contextmanager
