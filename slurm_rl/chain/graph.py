@@ -8,6 +8,7 @@ weights: they are stages with a job of their own, and no stage of the chain need
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -110,9 +111,12 @@ class Link:
         return f"i{self.iteration:04d}.{self.job_kind}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Graph:
-    """Stages of every iteration, in the order in which one job would run them."""
+    """Stages of every iteration, in the order in which one job would run them.
+
+    It never changes, and is asked the same many times: what it found, it keeps.
+    """
 
     num_iterations: int
     setup: tuple[StageNode, ...]
@@ -125,8 +129,12 @@ class Graph:
 
     def node(self, kind: str) -> StageNode:
         """A stage kind; an evaluation is a kind without needs that its iteration would tell."""
+        return self._by_kind[kind]
+
+    @functools.cached_property
+    def _by_kind(self) -> dict[str, StageNode]:
         nodes = (*self.setup, *self.nodes, *(StageNode(rule.kind) for rule in self.evals))
-        return next(node for node in nodes if node.kind == kind)
+        return {node.kind: node for node in nodes}
 
     def last_stage(self, iteration: int) -> StageRef:
         """Its commit means that the iteration is complete."""
@@ -176,6 +184,15 @@ class Graph:
 
     def links(self, iteration: int) -> tuple[Link, ...]:
         """The jobs of one iteration. Nothing but the setup packs alone: it has its own shape."""
+        if iteration not in self._links:
+            self._links[iteration] = self._make_links(iteration)
+        return self._links[iteration]
+
+    @functools.cached_property
+    def _links(self) -> dict[int, tuple[Link, ...]]:
+        return {}
+
+    def _make_links(self, iteration: int) -> tuple[Link, ...]:
         nodes = self.stages(iteration)
         if self.pack != "stage":
             return (Link(iteration, tuple(node.kind for node in nodes)),)
@@ -203,6 +220,15 @@ class Graph:
     def link_parents(self, link: Link) -> tuple[Link, ...]:
         """Links whose ends a link waits for: its stages' parents, less those that another of
         them waits for already; newest last."""
+        if link not in self._link_parents:
+            self._link_parents[link] = self._find_link_parents(link)
+        return self._link_parents[link]
+
+    @functools.cached_property
+    def _link_parents(self) -> dict[Link, tuple[Link, ...]]:
+        return {}
+
+    def _find_link_parents(self, link: Link) -> tuple[Link, ...]:
         found = self._direct_parents(link)
         covered: set[Link] = set()
         for parent in sorted(found, key=_order, reverse=True):

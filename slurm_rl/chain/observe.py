@@ -12,13 +12,13 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurm_rl.chain.evals import Evals, read_evals
 from slurm_rl.chain.graph import Graph, Link
 from slurm_rl.chain.scheduler import JobState, QueuedJob, Scheduler
-from slurm_rl.chain.slots import link_slots, view_slot
+from slurm_rl.chain.slots import link_slots_of, view_slot
 from slurm_rl.chain.usage import read_usage
 from slurm_rl.chain.view import MAX_EVALS, LinkView, SlotView, Spec, View
 from slurm_rl.errors import SchedulerUnavailable, StorageError
@@ -33,6 +33,26 @@ _EVAL_JOB = re.compile(r".*\.i(\d+)\.(eval-[\w-]+)\.\w+")
 
 
 @dataclass(frozen=True)
+class CommitReader:
+    """The commits of one look: each stage is read once, however many others come from it.
+
+    What was not there stays so until the next look, which takes a new reader: a stage and what is
+    made from it are seen at one time.
+    """
+
+    run: RunDir
+    graph: Graph
+    control: Control
+    _found: dict[StageRef, Commit | None] = field(default_factory=dict)
+
+    def read(self, ref: StageRef) -> Commit | None:
+        """As `read_current`."""
+        if ref not in self._found:
+            self._found[ref] = read_current(self.run, self.graph, self.control, ref)
+        return self._found[ref]
+
+
+@dataclass(frozen=True)
 class _Scene:
     """What every part of one reading shares."""
 
@@ -42,9 +62,10 @@ class _Scene:
     control: Control
     queue: tuple[QueuedJob, ...] | None
     now: float
+    commits: CommitReader
 
     def read(self, ref: StageRef) -> Commit | None:
-        return read_current(self.run, self.graph, self.control, ref)
+        return self.commits.read(ref)
 
 
 def observe(
@@ -86,7 +107,7 @@ def _look(
         link: read_intents(run, link_folder(run, control, link)) for link in (*window, *wanted)
     }
     queue = read_queue(scheduler, spec.short_id)
-    scene = _Scene(run, graph, spec, control, queue, now)
+    scene = _Scene(run, graph, spec, control, queue, now, CommitReader(run, graph, control))
     pairs = [_view_link(scene, link, intents[link]) for link in window]
     views = [seen for seen, _ in pairs]
     if window and all(seen.is_done for seen in views):
@@ -288,7 +309,7 @@ def was_unasked(commit: Commit, role: str, parent: StageRef) -> bool:
 
 def _view_stage(scene: _Scene, link: Link, ref: StageRef, commit: Commit | None) -> list[SlotView]:
     run, control = scene.run, scene.control
-    slots = [slot for slot in link_slots(scene.graph, control, link) if slot.stage == ref]
+    slots = link_slots_of(scene.graph, control, link, ref)
     if commit is not None:
         return [SlotView(str(slot), slot.shard, True) for slot in slots]
     return [view_slot(run, control, slot, scene.queue, scene.now, scene.spec) for slot in slots]

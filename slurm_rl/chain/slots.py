@@ -36,8 +36,13 @@ def slots_of(graph: Graph, control: Control, ref: StageRef) -> list[Slot]:
 
 def link_slots(graph: Graph, control: Control, link: Link) -> list[Slot]:
     """The slots that a link's job is for: of a pool, its shards alone."""
-    found = [slot for ref in link.stages for slot in slots_of(graph, control, ref)]
-    return [slot for slot in found if link.pool in ("", graph.pool_of(slot))]
+    return [slot for ref in link.stages for slot in link_slots_of(graph, control, link, ref)]
+
+
+def link_slots_of(graph: Graph, control: Control, link: Link, ref: StageRef) -> list[Slot]:
+    """Those of one of its stages."""
+    found = slots_of(graph, control, ref)
+    return [slot for slot in found if not link.pool or graph.pool_of(slot) == link.pool]
 
 
 @dataclass(frozen=True, slots=True)

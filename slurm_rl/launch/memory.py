@@ -291,7 +291,7 @@ class MemoryCluster:
 
     def _start_ready(self) -> None:
         for job in list(self.jobs):
-            if job.state is JobState.PENDING and not self._waits_for(job) and job.begin <= self.now:
+            if job.state is JobState.PENDING and job.begin <= self.now and not self._waits_for(job):
                 node = self._find_room(job)
                 if node is not None:
                     self._start_job(job, node)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from slurm_rl.chain.scheduler import LinkRequest, QueuedJob
 from slurm_rl.storage.fs import Fs
@@ -27,8 +27,7 @@ class ProcessKilled(BaseException):
     """The process is gone. Not an Exception: no handler of its own may run."""
 
 
-@dataclass(frozen=True, slots=True)
-class Effect:
+class Effect(NamedTuple):
     """One operation about to happen. `target` is a path, a job's name or job ids."""
 
     number: int

@@ -22,7 +22,7 @@ from slurm_rl.chain.graph import Link
 from slurm_rl.chain.halts import is_used_up
 from slurm_rl.chain.history import percentile, read_durations
 from slurm_rl.chain.late import check_not_gone, may_show_late, says_committed
-from slurm_rl.chain.observe import find_head, read_current, read_queue
+from slurm_rl.chain.observe import CommitReader, find_head, read_current, read_queue
 from slurm_rl.chain.outages import deferred_for
 from slurm_rl.chain.scheduler import JobState, QueuedJob
 from slurm_rl.chain.slots import link_slots, slots_of, view_slot
@@ -164,7 +164,7 @@ class Supervisor:
             if control.stopped:
                 logger.info("the run is %s", "halted" if control.halt else "paused")
                 return None
-            if self._is_own_done():
+            if self._is_own_done(control):
                 return self._find_sibling(control)
             slots = self._runnable(control)
             free = next((slot for slot in slots if self._is_free(slot, control)), None)
@@ -214,18 +214,19 @@ class Supervisor:
         """Uncommitted slots with committed parents that fit; the own ones first."""
         run, graph = self.chain.run, self.chain.graph
         own = set(self._own_slots(control))
+        commits = CommitReader(run, graph, control)
         found = []
         refs = [ref for link in self._window(control) for ref in link.stages]
         for ref in dict.fromkeys([*self.job.link.stages, *refs]):
             slots = [s for s in slots_of(graph, control, ref) if self.fits(graph.job_kind(s))]
-            if not slots or read_current(run, graph, control, ref) is not None:
+            if not slots or commits.read(ref) is not None:
                 continue
             parents = graph.parents(ref).values()
-            if any(read_current(run, graph, control, parent) is None for parent in parents):
+            if any(commits.read(parent) is None for parent in parents):
                 continue
             if not self._has_time_for(ref, control):
                 continue
-            found += [s for s in slots if read_commit(run, s) is None]
+            found += [s for s in slots if s.shard is None or read_commit(run, s) is None]
         return sorted(found, key=lambda slot: slot not in own)
 
     def _window(self, control: Control) -> list[Link]:
@@ -246,8 +247,8 @@ class Supervisor:
         slots = link_slots(self.chain.graph, control, self.job.link)
         return [s for s in slots if s.shard is None or self.job.task in (None, s.shard)]
 
-    def _is_own_done(self) -> bool:
-        control = read_control(self.chain.run)
+    def _is_own_done(self, control: Control | None = None) -> bool:
+        control = control or read_control(self.chain.run)
         return all(read_commit(self.chain.run, s) is not None for s in self._own_slots(control))
 
     def _is_free(self, slot: Slot, control: Control) -> bool:
@@ -256,15 +257,15 @@ class Supervisor:
         self._free_after[slot] = claims[-1].epoch if claims else 0
         if not claims:
             return True
-        last = claims[-1]
-        if says_committed(self.chain.run, slot):
+        last, end = claims[-1], read_end(self.chain.run, slot, claims[-1])
+        if end is not None and end.outcome == "committed":
             return False  # its COMMIT shows late, or is gone
-        if self._is_deferred(slot, last):
+        if end is not None and end.outcome == "deferred":
             return self._delay_s(slot, control) <= 0.0
         if last.job_token == self.job.claim_token:
             # A requeue of this very job: its own earlier claim, unless there were enough of those.
             return self._delay_s(slot, control) < math.inf
-        if read_end(self.chain.run, slot, last) is None and not self._is_silent(slot, last):
+        if end is None and not self._is_silent(slot, last):
             return False
         return self._delay_s(slot, control) <= 0.0
 
@@ -290,25 +291,22 @@ class Supervisor:
         whether it may be tried again soon. Elsewhere what is to be tried again later has a job of
         its own, with a time to begin; here the links behind would be burnt in seconds."""
         last = read_latest_claim(self.chain.run, slot)
-        is_others = last is not None and last.job_token != self.job.claim_token
-        if last is not None and is_others and read_end(self.chain.run, slot, last) is None:
+        end = None if last is None else read_end(self.chain.run, slot, last)
+        if last is not None and last.job_token != self.job.claim_token and end is None:
             return True
-        if last is not None and self._is_deferred(slot, last):
+        if end is not None and end.outcome == "deferred":
             return self._waits_out(slot)
         waits = not self.chain.spec.submits
         return waits and self._delay_s(slot, control) <= self.timing.wait_s
 
-    def _is_deferred(self, slot: Slot, last: Claim) -> bool:
-        end = read_end(self.chain.run, slot, last)
-        return end is not None and end.outcome == "deferred"
-
     def _waits_out(self, slot: Slot) -> bool:
         """Whether this job stays until a service is back: where jobs submit no jobs, and it holds
         no GPUs meanwhile. Elsewhere the next look has a job of its own."""
-        spec, last = self.chain.spec, read_latest_claim(self.chain.run, slot)
-        if spec.submits or spec.num_gpus(self.job.link) or last is None:
+        if self.chain.spec.submits or self.chain.spec.num_gpus(self.job.link):
             return False
-        return self._is_deferred(slot, last) and slot in self._own_slots()
+        last = read_latest_claim(self.chain.run, slot)
+        end = None if last is None else read_end(self.chain.run, slot, last)
+        return end is not None and end.outcome == "deferred" and slot in self._own_slots()
 
     def _has_time_for(self, ref: StageRef, control: Control) -> bool:
         """Whether what is left of the job's time will do: for its own first stage always, for

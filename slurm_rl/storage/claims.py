@@ -8,6 +8,7 @@ the attempt. Job ids and restart counts are not used: a controller crash reissue
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -145,6 +146,11 @@ def read_end(run: RunDir, slot: Slot, claim: Claim) -> AttemptEnd | None:
 def _read_claim(run: RunDir, path: Path) -> Claim:
     data = read_published(path, fs=run.fs)
     try:
-        return Claim(**json.loads(data or b""))
+        return _parse_claim(data or b"")
     except (ValueError, TypeError) as error:
         raise CorruptError(f"{path}: not a claim ({error})") from error
+
+
+@functools.lru_cache(maxsize=256)  # who waits reads the same bytes every second
+def _parse_claim(data: bytes) -> Claim:
+    return Claim(**json.loads(data))

@@ -9,6 +9,7 @@ anyone may assemble, since it is a pure function of theirs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -46,21 +47,27 @@ def read_commit(run: RunDir, slot: Slot) -> Commit | None:
     if data is None:
         return None
     try:
-        raw = json.loads(data)
-        commit = Commit(raw["content"], raw["provenance"], raw["digest"])
-        if not {"attempt", "attempts"} & set(commit.provenance):
-            raise ValueError("its provenance names no attempt")
+        commit, found = _parse_commit(data)
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptError(
             f"{path}: not a commit ({error})", hint="see `slurm-rl verify`"
         ) from error
-    found = digest_value(commit.content)
     if found != commit.digest:
         raise CorruptError(
             f"{path}: digest = {commit.digest}, but its content has {found}",
             hint="the file was changed or damaged; see `slurm-rl verify`",
         )
     return commit
+
+
+@functools.lru_cache(maxsize=64)  # who waits reads the same bytes every second
+def _parse_commit(data: bytes) -> tuple[Commit, str]:
+    """A commit, and the digest that its content has."""
+    raw = json.loads(data)
+    commit = Commit(raw["content"], raw["provenance"], raw["digest"])
+    if not {"attempt", "attempts"} & set(commit.provenance):
+        raise ValueError("its provenance names no attempt")
+    return commit, digest_value(commit.content)
 
 
 def make_content(

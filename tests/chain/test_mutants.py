@@ -58,21 +58,12 @@ MUTANTS = {
         (
             (
                 "    queue = read_queue(scheduler, spec.short_id)\n",
-                "    early = {r: read_current(run, graph, control, r)"
-                " for w in window for r in w.stages}\n"
+                "    early = CommitReader(run, graph, control)\n"
+                "    for ref in [ref for link in window for ref in link.stages]:\n"
+                "        early.read(ref)\n"
                 "    queue = read_queue(scheduler, spec.short_id)\n",
             ),
-            (
-                "    scene = _Scene(run, graph, spec, control, queue, now)\n",
-                "    scene = _Scene(run, graph, spec, control, queue, now)\n"
-                "    object.__setattr__(scene, 'early', early)\n",
-            ),
-            (
-                "        return read_current(self.run, self.graph, self.control, ref)\n",
-                "        late = read_current\n"
-                "        return self.early[ref] if ref in self.early"
-                " else late(self.run, self.graph, self.control, ref)\n",
-            ),
+            ("queue, now, CommitReader(run, graph, control))\n", "queue, now, early)\n"),
         ),
     ),
     "no lease: a claim of another job is free at once": Mutant(

@@ -28,7 +28,7 @@ from slurm_rl.storage.intents import read_intents
 from toy.faulty_fs import FaultyFs, StorageFault
 from toy.hunt import describe
 from toy.judge import Breach, Judge, slots_now
-from toy.mirror_fs import MirrorFs
+from toy.mirror_fs import MirrorFs, RecordsFs
 from toy.strikes import HONEST, STRIKES, Scene
 from toy.world import HABITS, ROLES, World, make_settings, record_effects
 
@@ -66,7 +66,7 @@ class Ground:
     pools: bool = False
     roles: bool = False
 
-    def make_world(self, folder: Path) -> World:
+    def make_world(self, folder: Path, fs: MirrorFs) -> World:
         shutil.rmtree(folder / "run", ignore_errors=True)
         (folder / "run").mkdir(parents=True)
         settings = make_settings(
@@ -93,7 +93,6 @@ class Ground:
             tells_cancel=self.site != 2,
             can_requeue=self.site != 3,
         )
-        fs = MirrorFs()
         world = World(folder / "run", settings, habits=habits, fs=fs)
         fs.clock = world.cluster.clock
         return world
@@ -138,7 +137,7 @@ class Chaos:
 
     def __init__(self, schedule: Schedule, folder: Path) -> None:
         self.schedule, self.story = schedule, Story()
-        self.world = world = schedule.ground.make_world(folder)
+        self.world = world = schedule.ground.make_world(folder, RecordsFs())
         num = len(schedule.blows)
         self.judge = Judge(
             world,
@@ -316,7 +315,7 @@ def num_effects(ground: Ground) -> int:
 @functools.cache
 def _run_undisturbed(ground: Ground) -> tuple[dict[str, str], int]:
     folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
-    world = ground.make_world(folder)
+    world = ground.make_world(folder, MirrorFs())  # `World.check` looks at real files
     effects = record_effects(world)
     world.shell()
     assert world.finish()

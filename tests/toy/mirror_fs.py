@@ -1,7 +1,8 @@
 """A file system for thousands of runs: real files, of which a copy in memory answers all reading.
 
 Nobody pulls the plug here, so fsync only looks whether the file is there. Everything that changes
-files must come through it; what reads them past it finds them on the real file system.
+files must come through it; what reads them past it finds them on the real file system. `RecordsFs`
+keeps what only this package reads and writes in memory alone.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ class MirrorFs(PosixFs):
 
     def fsync(self, path: Path) -> None:
         if str(path) not in self.files:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+            raise _error(errno.ENOENT, path)
 
     def fsync_dir(self, path: Path) -> None:
         if str(path) not in self.folders and not path.is_dir():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+            raise _error(errno.ENOENT, path)
 
     def link(self, source: Path, target: Path) -> None:
         os.link(source, target)
@@ -60,10 +61,7 @@ class MirrorFs(PosixFs):
 
     def unlink(self, path: Path) -> None:
         os.unlink(path)
-        del self.files[str(path)]
-        self.folders[str(path.parent)].discard(path.name)
-        if path.name in ("PAUSE", "HALT"):
-            self._tell(path)
+        self._forget(path)
 
     def rmdir(self, path: Path) -> None:
         os.rmdir(path)
@@ -88,8 +86,7 @@ class MirrorFs(PosixFs):
         data = self.files.get(str(path))
         if data is not None:
             return data
-        number = errno.EISDIR if str(path) in self.folders else errno.ENOENT
-        raise OSError(number, os.strerror(number), str(path))
+        raise _error(errno.EISDIR if str(path) in self.folders else errno.ENOENT, path)
 
     def list(self, path: Path) -> list[str]:
         return sorted(self.folders.get(str(path), ()))
@@ -104,6 +101,12 @@ class MirrorFs(PosixFs):
     def _put(self, path: Path, data: bytes) -> None:
         self.files[str(path)] = data
         self.folders[str(path.parent)].add(path.name)
+
+    def _forget(self, path: Path) -> None:
+        del self.files[str(path)]
+        self.folders[str(path.parent)].discard(path.name)
+        if path.name in ("PAUSE", "HALT"):
+            self._tell(path)
 
     def _move(self, source: str, target: str) -> None:
         if source in self.files:
@@ -121,3 +124,74 @@ class MirrorFs(PosixFs):
     def _tell(self, path: Path) -> None:
         if self.watch is not None:
             self.watch(path)
+
+
+@dataclass
+class RecordsFs(MirrorFs):
+    """A mirror of which the records are in memory alone: whatever gets its name by way of a temporary
+    file (claims, commits, orders, heartbeats). What programs write under its own name is real."""
+
+    records: set[str] = field(default_factory=set)
+
+    def create(self, path: Path, data: bytes) -> None:
+        if not path.name.startswith(".tmp-"):
+            super().create(path, data)
+            return
+        self._check_parent(path)
+        if str(path) in self.files:
+            raise _error(errno.EEXIST, path)
+        self._put(path, data)
+        self.records.add(str(path))
+
+    def link(self, source: Path, target: Path) -> None:
+        if str(source) not in self.records:
+            super().link(source, target)
+            return
+        self._check_parent(target)
+        if str(target) in self.files or str(target) in self.folders:
+            raise _error(errno.EEXIST, target)
+        self._put(target, self.files[str(source)])
+        self.records.add(str(target))
+        self._tell(target)
+
+    def rename(self, source: Path, target: Path) -> None:
+        if str(source) not in self.records:
+            super().rename(source, target)
+            return
+        self._check_parent(target)
+        if str(target) in self.folders:
+            raise _error(errno.EISDIR, target)
+        if str(target) in self.files and str(target) not in self.records:
+            os.unlink(target)
+        self._move(str(source), str(target))
+        self._tell(target)
+
+    def unlink(self, path: Path) -> None:
+        if str(path) in self.records:
+            self._forget(path)
+        else:
+            super().unlink(path)
+
+    def rmdir(self, path: Path) -> None:
+        if self.folders.get(str(path)):
+            raise _error(errno.ENOTEMPTY, path)
+        super().rmdir(path)
+
+    def _move(self, source: str, target: str) -> None:
+        is_record = source in self.records
+        super()._move(source, target)
+        moved = {source} if is_record else {n for n in self.records if n.startswith(f"{source}/")}
+        self.records -= moved
+        self.records |= {target + name[len(source) :] for name in moved}
+
+    def _forget(self, path: Path) -> None:
+        super()._forget(path)
+        self.records.discard(str(path))
+
+    def _check_parent(self, path: Path) -> None:
+        if str(path.parent) not in self.folders:
+            raise _error(errno.ENOENT, path)
+
+
+def _error(number: int, path: Path) -> OSError:
+    return OSError(number, os.strerror(number), str(path))

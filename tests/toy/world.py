@@ -33,6 +33,7 @@ from slurm_rl.storage.evals import read_given_up
 from slurm_rl.storage.fs import Fs, PosixFs
 from slurm_rl.storage.rundir import RunDir, RunIdentity, create_run, filesystem_now
 from slurm_rl.types import Commit, Slot, StageRef
+from toy.kept_path import KeptPath
 from toy.runner import ToyRunner
 
 DEADLINE_S = 90.0
@@ -122,7 +123,7 @@ class World:
         self.supervisor_class = supervisor_class
         self.cluster = MemoryCluster(self._program, habits=habits)
         self.cluster.fs = fs or WorldFs(self.cluster.clock)
-        self.run = RunDir(root / "toy", fs or FastFs())
+        self.run = RunDir(KeptPath(root / "toy"), fs or FastFs())
         identity = RunIdentity(
             run_id="abcdef0123456789",
             name="toy",
