@@ -61,7 +61,7 @@ def measure_bare(folder: Path, program: Path, num_jobs: int) -> list[float]:
 
 def measure_ours(folder: Path, program: Path, num_iterations: int) -> list[float]:
     """Gaps of a run's chain, in seconds."""
-    from toy.commands import make_model_folder
+    from toy.model import write_model
 
     wrapper = folder / "python"
     wrapper.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {program} ours "$@"\n')
@@ -70,7 +70,7 @@ def measure_ours(folder: Path, program: Path, num_iterations: int) -> list[float
     stage = {"python": str(wrapper), "env": {"TOY_SECOND": 0.01}}
     config = {
         "run": {"name": "bench", "dir": str(folder)},
-        "hf_checkpoint": str(make_model_folder(folder / "model")),
+        "hf_checkpoint": str(write_model(folder / "model")),
         "num_rollout": num_iterations,
         "launcher": "slurm",
         "host_python": sys.executable,

@@ -39,7 +39,8 @@ from faults.report import (  # noqa: E402
 from faults.schedule import Fault, draw_for, draw_schedule  # noqa: E402
 from faults.site import Site  # noqa: E402
 from slurm.cluster import Cluster, running  # noqa: E402
-from toy.commands import ToyRun, make_model_folder  # noqa: E402
+from toy.commands import ToyRun  # noqa: E402
+from toy.model import write_model  # noqa: E402
 
 INJECT: dict[str, inject_jobs.Inject] = {
     "preempt": inject_jobs.preempt,
@@ -86,7 +87,7 @@ def write_run(folder: Path, inputs: Path, iterations: int, **changes: object) ->
 def write_inputs(folder: Path) -> Path:
     """The model and the prompts of both runs: where they lie is part of the content."""
     folder.mkdir()
-    make_model_folder(folder / "model")
+    write_model(folder / "model")
     (folder / "prompts.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
     return folder
 

@@ -77,6 +77,9 @@ def convert(source: Path, to: Path, wanted: Wanted) -> None:
     _check_options(wanted)
     if to.exists():
         raise ConfigError(f"{to}: exists already", hint="choose another name, or delete it")
+    run = next((f for f in to.resolve().parents if (f / "run.json").exists()), None)
+    if run is not None:
+        raise ConfigError(f"{to}: lies in the run {run}", hint="choose a folder outside of it")
     if is_checkpoint(source):
         _refuse(wanted, "of a Megatron checkpoint", "version", "critic", "megatron")
         with _made(to):

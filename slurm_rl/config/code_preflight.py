@@ -3,17 +3,19 @@
 A folder of `code` is a package, imported by its own name. Reads the files of that package, and
 judges only what it can be sure of: what a module may make while it is imported (`import *`,
 `globals()`, `sys.modules`, a `__getattr__`) is taken to be there, and so is what an interpreter
-has installed.
+has installed. What a text says of a name is `code_shape.py`'s.
 """
 
 from __future__ import annotations
 
-import ast
+import importlib.machinery
 import os
-import warnings
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path as File
 
+from slurm_rl.config.code_shape import Definitions, say_unfit, top_definitions
+from slurm_rl.config.derive import stage_env
 from slurm_rl.config.problems import Path, Problem, nearest
 from slurm_rl.config.reward_checks import reward_sources
 from slurm_rl.config.schema import Settings
@@ -23,27 +25,37 @@ Problems = Iterator[Problem]
 _NUM_LISTED = 6
 #: Where a name that is meant is looked for.
 _MAX_DEPTH, _MAX_FILES = 3, 100
-#: By these a module may define names that its text does not show.
-_HIDING = {"globals", "locals", "vars", "exec", "modules"}
-#: What has a scope of its own, so that its names are not the module's.
-_SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+#: What the train stage calls its parts of the user's with, by position (docs/training.md).
+HOOKS: Mapping[str, tuple[str, ...]] = {
+    "custom_advantage_path": ("episodes", "train"),
+    "custom_loss_path": ("tokens", "train"),
+    "custom_reducer_path": ("mask", "lengths", "group_index", "train"),
+    "custom_correction_path": (
+        "trainer_logprobs",
+        "rollout_logprobs",
+        "sample_index",
+        "num_samples",
+        "train",
+    ),
+}
+#: A folder with one of these may be installed wherever the stage runs.
+_PROJECT_FILES = ("pyproject.toml", "setup.py", "setup.cfg")
 
 
 def check_code(settings: Settings, folders: Sequence[File]) -> Problems:
     """What the user's dotted paths name in `folders` and is not there."""
-    packages = {folder.name: folder for folder in folders}
     for path, dotted in _dotted_paths(settings):
         first, *parts = dotted.split(".")
         if "/" in dotted or dotted.endswith(".py"):
             fix = "write FOLDER.MODULE.NAME, and the folder under `code`"
             yield Problem(path, "is a file, where a dotted path is meant", fix, dotted)
             continue
-        if not parts or not all(parts):
-            continue  # a built-in's name, or no dotted path: others say so
-        if first in packages:
-            yield from _check_path(path, dotted, packages[first])
-        else:
-            yield from _check_inside(path, dotted, folders)
+        if not parts and path[0] == "train":
+            yield Problem(path, "has no module", "write FOLDER.MODULE.FUNCTION", dotted)
+        if not all(part and part == part.strip() for part in (first, *parts)):
+            yield Problem(path, "is no dotted path", "write FOLDER.MODULE.NAME", dotted)
+        elif parts:  # else it is a built-in's name, or others say so
+            yield from _check_dotted(settings, path, dotted, folders)
 
 
 def check_holds_run(folders: Sequence[File], run_dir: File) -> Problems:
@@ -57,43 +69,17 @@ def check_holds_run(folders: Sequence[File], run_dir: File) -> Problems:
             yield Problem(("code", i), rule, fix, str(folder))
 
 
-def top_names(text: bytes) -> set[str] | None:
-    """The names that a module's text defines at its top level; None if one cannot tell.
-
-    >>> sorted(top_names(b"import a.b as c\\nif c:\\n    def d(): e = 1"))
-    ['c', 'd']
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is odd in the user's text is his affair
-            tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None  # perhaps a later Python's, and the stage has that
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        used = getattr(node, "id", None) or getattr(node, "attr", None)
-        if used in _HIDING:
-            return None
-        if isinstance(node, ast.Global):
-            names.update(node.names)
-    _add_names(tree, names)
-    return None if names & {"*", "__getattr__"} else names
-
-
-def _add_names(parent: ast.AST, names: set[str]) -> None:
-    """What the statements in `parent` define, those in an `if`, `try` or `with` included."""
-    for node in ast.iter_child_nodes(parent):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            names.add(node.name)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            names.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif isinstance(node, (ast.MatchAs, ast.MatchStar)) and node.name is not None:
-            names.add(node.name)
-            _add_names(node, names)
-        elif not isinstance(node, _SCOPES):
-            _add_names(node, names)
+def _check_dotted(settings: Settings, path: Path, dotted: str, folders: Sequence[File]) -> Problems:
+    packages = {folder.name: folder for folder in folders}
+    package = packages.get(dotted.partition(".")[0])
+    if package is not None:
+        yield from _check_path(path, dotted, package)
+        return
+    problem = next(_check_inside(path, dotted, folders), None)
+    if problem is None:
+        problem = _check_beside(settings, path, dotted, folders)
+    if problem is not None:
+        yield problem
 
 
 def _dotted_paths(settings: Settings) -> Iterator[tuple[Path, str]]:
@@ -105,9 +91,7 @@ def _dotted_paths(settings: Settings) -> Iterator[tuple[Path, str]]:
     ]
     for name in ("custom_generate_function_path", "dynamic_sampling_filter_path", "environment"):
         named.append((("rollout", name), getattr(rollout, name)))
-    for name in ("advantage", "loss", "reducer", "correction"):
-        key = f"custom_{name}_path"
-        named.append((("train", key), getattr(settings.train, key)))
+    named += [(("train", name), getattr(settings.train, name)) for name in HOOKS]
     named += [(("rollout", "tools", i), tool) for i, tool in enumerate(rollout.tools)]
     yield from ((path, dotted) for path, dotted in named if dotted is not None)
 
@@ -123,13 +107,24 @@ def _check_path(path: Path, dotted: str, package: File) -> Problems:
         yield Problem(path, f"names nothing: there is no {missing}", fix, dotted)
         return
     names = _read_names(file)
-    if names is None or name in names:
+    if names is None:
+        return
+    if name in names:
+        unfit = say_unfit(names[name], called_with=HOOKS.get(str(path[-1])))
+        if unfit is not None:
+            line = getattr(names[name][-1], "lineno", 1)
+            yield Problem(path, f"{unfit}: {file}:{line}", _say_fix(path), dotted)
         return
     above = dotted.rpartition(".")[0]
     public = sorted(f"{above}.{found}" for found in names if not found.startswith("_"))
     yield Problem(
         path, f"names nothing: {file} defines no {name}", _say_near(dotted, public), dotted
     )
+
+
+def _say_fix(path: Path) -> str:
+    own = path[-1] in HOOKS
+    return "docs/training.md says what it is called with" if own else "name a function"
 
 
 def _check_inside(path: Path, dotted: str, folders: Sequence[File]) -> Problems:
@@ -147,6 +142,35 @@ def _check_inside(path: Path, dotted: str, folders: Sequence[File]) -> Problems:
             return
 
 
+def _check_beside(
+    settings: Settings, path: Path, dotted: str, folders: Sequence[File]
+) -> Problem | None:
+    """Code that lies here, beside what a person sees, and that no job would find."""
+    first, *modules, name = dotted.split(".")
+    for above in dict.fromkeys((File.cwd(), *(folder.absolute().parent for folder in folders))):
+        file = find_module(above / first, modules)
+        if file is None or _may_be_found(settings, first, above):
+            continue
+        names = _read_names(file)
+        if names is None or name in names:
+            rule = f"names {file}, which no folder of `code` brings to the job"
+            return Problem(path, rule, f"add {above / first} to `code`", dotted)
+    return None
+
+
+def _may_be_found(settings: Settings, first: str, above: File) -> bool:
+    """Whether a job may import the package all the same: it is installed, or on a search path."""
+    paths = [stage_env(settings, kind).get("PYTHONPATH") for kind in ("train", "rollout")]
+    if any(paths) or any(
+        (up / name).exists() for up in (above, above.parent) for name in _PROJECT_FILES
+    ):
+        return True
+    if str(above) in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        return True
+    elsewhere = [entry for entry in sys.path if entry and File(entry) != above]
+    return importlib.machinery.PathFinder.find_spec(first, elsewhere) is not None
+
+
 def find_module(package: File, modules: Sequence[str]) -> File | None:
     """The file that Python would import for a module below a package; None if there is none."""
     place = package.joinpath(*modules)
@@ -160,11 +184,11 @@ def _compiled(folder: File, name: str) -> list[File]:
     return sorted(folder.glob(f"{name}.*so")) if folder.is_dir() else []
 
 
-def _read_names(file: File) -> set[str] | None:
+def _read_names(file: File) -> Definitions | None:
     if file.suffix != ".py":
         return None
     try:
-        return top_names(file.read_bytes())
+        return top_definitions(file.read_bytes())
     except OSError:
         return None
 
@@ -177,7 +201,7 @@ def _paths_below(package: File, *, depth: int) -> list[str]:
     for file in files[:_MAX_FILES]:
         modules = file.relative_to(package).with_suffix("").parts
         modules = modules[:-1] if modules[-1] == "__init__" else modules
-        names = _read_names(file) or set()
+        names = _read_names(file) or {}
         found += [".".join((package.name, *modules, name)) for name in names if name[0] != "_"]
     return sorted(found)
 

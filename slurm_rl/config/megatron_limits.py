@@ -1,4 +1,6 @@
-"""Settings of Megatron-core that the trainer supports at some values only, each with the reason."""
+"""Settings of Megatron-core by themselves: values that the trainer supports, ranges of numbers, and
+what has no effect here, each with the reason. What holds between them is `megatron_checks.py`'s.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +29,34 @@ _DROPPED = "tokens would be dropped, depending on what is batched with them"
 _SHARDED = "its parameters and checkpoints are in a form of their own"
 _EVEN = "layers are split evenly over the pipeline"
 _MODEL = "routing is the model's own"
+_OVERLAP = "it needs overlap_moe_expert_parallel_comm, whose schedule takes the model apart"
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers that a setting may be: `least` and `most` are among them, `above` and `below`
+    are not.
+
+    Example: `Range(least=0, below=1)` of a moving average's factor.
+    """
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+
+    def complain(self, value: float) -> tuple[str, str] | None:
+        """(rule, fix) for a number that is out of it."""
+        if self.least is not None and value < self.least:
+            return f"must be at least {self.least:g}", "raise it"
+        if self.above is not None and value <= self.above:
+            return f"must be above {self.above:g}", "raise it"
+        if self.most is not None and value > self.most:
+            return f"must be at most {self.most:g}", "lower it"
+        if self.below is not None and value >= self.below:
+            return f"must be below {self.below:g}", "lower it"
+        return None
+
 
 MEGATRON_ONLY: Mapping[str, Only] = {
     "hidden_dropout": Only((0.0,), _TWICE),
@@ -48,7 +78,12 @@ MEGATRON_ONLY: Mapping[str, Only] = {
     "account_for_embedding_in_pipeline_split": Only((False,), _EVEN),
     "account_for_loss_in_pipeline_split": Only((False,), _EVEN),
     "overlap_moe_expert_parallel_comm": Only((False,), "its schedule takes the model apart"),
+    "delay_wgrad_compute": Only((False,), _OVERLAP),
+    "ep_overlap_early_attn_memory_release": Only((False,), _OVERLAP),
     "gradient_accumulation_fusion": Only((False,), "its kernel is Apex's"),
+    "defer_embedding_wgrad_compute": Only(
+        (False,), "it needs gradient_accumulation_fusion, whose kernel is Apex's"
+    ),
     "hybrid_context_parallel": Only((False,), "max_tokens_per_gpu balances the samples"),
     "hierarchical_context_parallel_sizes": Only(
         (None,), "keys and values are gathered over all context ranks at once"
@@ -79,3 +114,64 @@ MOE_OWNED = (
     " moe_router_enable_expert_bias moe_router_num_groups moe_router_group_topk"
     " moe_shared_expert_intermediate_size moe_shared_expert_gate"
 ).split()
+
+_COUNT, _NOT_NEGATIVE, _ABOVE_0 = Range(least=1), Range(least=0), Range(above=0)
+_DECAY, _SHARE = Range(least=0, below=1), Range(least=0, most=1)
+
+#: Every number that a person may set -> what it may be. 0 of clip_grad: no clipping.
+MEGATRON_RANGES: Mapping[str, Range] = {
+    **dict.fromkeys("adam_beta1 adam_beta2 muon_momentum".split(), _DECAY),
+    **dict.fromkeys(
+        "lr decoupled_lr adam_eps loss_scale muon_extra_scale_factor"
+        " activation_func_clamp_value".split(),
+        _ABOVE_0,
+    ),
+    **dict.fromkeys(
+        "min_lr decoupled_min_lr lr_warmup_init weight_decay start_weight_decay end_weight_decay"
+        " clip_grad cpu_offloading_num_layers min_offloaded_tensor_size cuda_graph_warmup_steps"
+        " num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 wgrad_deferral_limit fp8_margin"
+        " num_microbatches_with_partial_activation_checkpoints".split(),
+        _NOT_NEGATIVE,
+    ),
+    **dict.fromkeys(
+        "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size"
+        " expert_model_parallel_size expert_tensor_parallel_size"
+        " virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage"
+        " recompute_num_layers lr_wsd_decay_iters muon_num_ns_steps bucket_size"
+        " suggested_communication_unit_size fp8_amax_history_len fp8_interval"
+        " moe_deepep_num_sms moe_hybridep_num_sms".split(),
+        _COUNT,
+    ),
+    "optimizer_offload_fraction": _SHARE,
+}
+
+_FP16 = "it is of fp16's loss scale, and bf16 needs none"
+_INFERENCE = "it is of Megatron's inference, and the rollout's engine samples"
+_CLIP_QK = "the trainer does not clip queries and keys"
+_OWN_LOSS = "log-probs and their loss are the trainer's own"
+
+#: What would be taken and do nothing -> why. Its default may stand.
+MEGATRON_IDLE: Mapping[str, str] = {
+    "sgd_momentum": "the optimizer is never SGD",
+    **dict.fromkeys(
+        "initial_loss_scale min_loss_scale loss_scale_window hysteresis".split(), _FP16
+    ),
+    **dict.fromkeys(
+        "inference_sampling_seed mlp_chunks_for_prefill inference_rng_tracker flash_decode"
+        " inference_fuse_tp_communication use_inference_optimized_layers".split(),
+        _INFERENCE,
+    ),
+    **dict.fromkeys("qk_clip qk_clip_alpha qk_clip_threshold".split(), _CLIP_QK),
+    **dict.fromkeys("cross_entropy_loss_fusion cross_entropy_fusion_impl".split(), _OWN_LOSS),
+    "max_seqlen_per_dp_cp_rank": "max_tokens_per_gpu balances the samples",
+}
+
+#: What only TransformerEngine's modules do: it has no effect with `transformer_impl: local`.
+MEGATRON_TE_ONLY = (
+    "cp_comm_type",
+    "moe_grouped_gemm",
+    "fp8",
+    "fp4",
+    "tp_comm_overlap",
+    "cpu_offloading",
+)

@@ -16,7 +16,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path as File
 from typing import Any
 
-from slurm_rl.config.megatron_limits import MEGATRON_ONLY, MOE_OWNED, Only
+from slurm_rl.config.megatron_limits import (
+    MEGATRON_IDLE,
+    MEGATRON_ONLY,
+    MEGATRON_RANGES,
+    MOE_OWNED,
+    Only,
+    Range,
+)
 from slurm_rl.config.problems import Path, Problem, nearest
 
 _TABLES = File(__file__).parent / "tables"
@@ -86,6 +93,7 @@ _SGLANG_OWNED = {
 class Table:
     """The names that one version of a program takes, and which of them are ours.
 
+    ranges: what its numbers may be; idle: what has no effect here, and why.
     An entry: `{"types": ["int", "null"], "default": null, "choices": […], "sections": […]}`.
     """
 
@@ -95,6 +103,8 @@ class Table:
     not_yet: tuple[str, ...] = ()
     only: Mapping[str, Only] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    ranges: Mapping[str, Range] = field(default_factory=dict)
+    idle: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def entries(self) -> dict[str, dict[str, Any]]:
@@ -117,6 +127,8 @@ MEGATRON = Table(
     _MEGATRON_NOT_YET,
     MEGATRON_ONLY,
     _MEGATRON_RENAMED,
+    MEGATRON_RANGES,
+    MEGATRON_IDLE,
 )
 SGLANG = Table("SGLang 0.5.17", "sglang-0.5.17.json", _SGLANG_OWNED)
 #: Of a reward model or a judge, which says itself what it is.
@@ -174,6 +186,14 @@ def _check_option(name: str, value: Any, table: Table, above: Path) -> Problem |
     if limit is not None and value not in limit.values:
         rule = f"is not supported, only {limit.names} is: {limit.why}"
         return Problem(path, rule, "take the line out", value)
+    if name in table.idle and value != entry.get("default"):
+        return Problem(path, f"has no effect: {table.idle[name]}", "take the line out", value)
+    range_ = table.ranges.get(name)
+    outside = range_.complain(value) if range_ is not None and value is not None else None
+    return Problem(path, *outside, value) if outside else _check_choice(entry, path, value)
+
+
+def _check_choice(entry: Mapping[str, Any], path: Path, value: Any) -> Problem | None:
     choices = entry.get("choices")
     if choices and value is not None:
         members = value if isinstance(value, list) else [value]

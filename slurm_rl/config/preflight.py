@@ -18,7 +18,9 @@ from slurm_rl.config.derive import containers_of
 from slurm_rl.config.model_preflight import check_model
 from slurm_rl.config.problems import Path, Problem
 from slurm_rl.config.schema import Settings
+from slurm_rl.config.shape_preflight import check_shapes
 from slurm_rl.config.stages import section_kinds, section_of
+from slurm_rl.config.teacher_preflight import check_likeliest
 
 
 def check_files(settings: Settings, *, code: Sequence[File] | None = None) -> list[Problem]:
@@ -29,6 +31,8 @@ def check_files(settings: Settings, *, code: Sequence[File] | None = None) -> li
     folders = [File(text) for text in settings.code] if code is None else code
     return [
         *check_model(settings),
+        *check_shapes(settings),
+        *check_likeliest(settings),
         *check_data_files(settings),
         *_check_secrets(settings),
         *_check_folders(settings),

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from slurm_rl.config.derive import data_overrides, stage_slurm
-from slurm_rl.config.layout import read_layout_sizes
+from slurm_rl.config.megatron_checks import check_megatron_roles
 from slurm_rl.config.problems import Path, Problem
 from slurm_rl.config.roles import (
-    LAYOUT,
     data_parallel_size,
     global_batch_size,
     model_parallel_size,
@@ -29,6 +28,7 @@ from slurm_rl.config.stages import (
     uses_reference,
 )
 from slurm_rl.config.train_schema import Forward, Reference, Teacher, Train, Update
+from slurm_rl.models.layout import read_layout_sizes
 
 Problems = Iterator[Problem]
 
@@ -179,6 +179,10 @@ def check_reference(settings: Settings) -> Problems:
     if reference.update_interval is not None and reference.ema is not None:
         rule = "is given beside update_interval"
         yield Problem(("reference", "ema"), rule, "keep one of the two", reference.ema)
+    interval, number = reference.update_interval, settings.num_rollout
+    if uses_reference(settings) and interval is not None and interval >= number:
+        rule = f"is not below num_rollout = {number}: the reference would never move"
+        yield Problem(("reference", "update_interval"), rule, "lower it, or take it out", interval)
 
 
 def check_correction(settings: Settings) -> Problems:
@@ -194,9 +198,25 @@ def check_correction(settings: Settings) -> Problems:
     elif train.tis_clip_low >= train.tis_clip:
         rule = f"is not below tis_clip = {train.tis_clip:g}"
         yield Problem(("train", "tis_clip_low"), rule, "lower it", train.tis_clip_low)
-    if train.rejection is not None and train.rejection.low >= train.rejection.high:
-        rule = f"is not below high = {train.rejection.high:g}"
-        yield Problem(("train", "rejection", "low"), rule, "lower it", train.rejection.low)
+    if train.use_tis:
+        at: Path = ("train",)
+        yield from _check_keeps_one(at, tis_clip_low=train.tis_clip_low, tis_clip=train.tis_clip)
+    if train.rejection is not None:
+        at, low, high = ("train", "rejection"), train.rejection.low, train.rejection.high
+        if low >= high:
+            yield Problem((*at, "low"), f"is not below high = {high:g}", "lower it", low)
+        yield from _check_keeps_one(at, low=low, high=high)
+
+
+def _check_keeps_one(at: Path, **bounds: float) -> Problems:
+    """Bounds of a ratio, the lower one first: what is on policy, at 1, must be within."""
+    (low_name, low), (high_name, high) = bounds.items()
+    if low > 1:
+        rule = "is above 1, the ratio of a sample that is on policy"
+        yield Problem((*at, low_name), rule, "lower it", low)
+    if high < 1:
+        rule = "is below 1, the ratio of a sample that is on policy"
+        yield Problem((*at, high_name), rule, "raise it", high)
 
 
 def check_supervised(settings: Settings) -> Problems:
@@ -261,32 +281,15 @@ def check_teacher(settings: Settings) -> Problems:
         )
 
 
-def check_schedule(settings: Settings) -> Problems:
+def check_saves(settings: Settings) -> Problems:
+    """Saves inside a stage: its last step's is the commit."""
     for kind, section in updating_roles(settings).items():
-        at: Path = (kind, "megatron")
-        rate = section.megatron.get("lr")
-        if rate is None:
-            yield Problem((*at, "lr"), "is missing", "add the learning rate, as 1.0e-6")
-        elif rate <= 0:
-            yield Problem((*at, "lr"), "must be above 0", "raise it", rate)
-        style = section.megatron.get("lr_decay_style", "constant")
-        horizon = section.lr_decay_iters
-        if style != "constant" and horizon is None:
-            rule = f"is missing, and lr_decay_style: {style} needs a horizon"
-            fix = "add it: optimizer steps until min_lr, kept when the run is extended"
-            yield Problem((kind, "lr_decay_iters"), rule, fix)
-        if horizon is not None and section.lr_warmup_iters >= horizon:
-            rule = f"is not below lr_decay_iters = {horizon}"
-            yield Problem((kind, "lr_warmup_iters"), rule, "lower it", section.lr_warmup_iters)
-
-
-#: Sizes of a layout; the experts' take their ranks from the others'.
-_SIZES = (
-    *LAYOUT,
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-)
+        samples, size = samples_per_iteration(settings), global_batch_size(settings, kind)
+        steps, every = section.epochs * -(-samples // size), section.save_steps
+        if every is not None and every >= steps:
+            rule = f"has no effect: an iteration has {steps} optimizer steps, and then commits"
+            fix = "lower it, or take it out" if steps > 1 else "take it out"
+            yield Problem((kind, "save_steps"), rule, fix, every)
 
 
 def check_passes(settings: Settings) -> Problems:
@@ -317,12 +320,6 @@ def check_layout(settings: Settings) -> Problems:
 
 def _check_role_layout(settings: Settings, kind: str) -> Problems:
     options, at = role_megatron(settings, kind), (kind, "megatron")
-    sizes = {name: options[name] for name in _SIZES if options.get(name) is not None}
-    wrong = [name for name, size in sizes.items() if size < 1]
-    for name in wrong:
-        yield Problem((*at, name), "must be at least 1", "raise it", options[name])
-    if wrong:
-        return
     ranks, product = num_ranks(settings, kind), model_parallel_size(settings, kind)
     if ranks % product:
         rule = f"lays the model out over {product} ranks (tensor × pipeline × context)"
@@ -375,7 +372,8 @@ _RULES: tuple[Callable[[Settings], Problems], ...] = (
     check_supervised,
     check_critic,
     check_teacher,
-    check_schedule,
+    check_saves,
+    check_megatron_roles,
     check_passes,
     check_layout,
 )

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rl.config.derive import data_paths, gpu_count, model_folders, stage_slurm
-from slurm_rl.config.layout import read_layout_sizes
 from slurm_rl.config.roles import role_megatron, stage_ranks
 from slurm_rl.config.schema import Settings
 from slurm_rl.config.stages import is_megatron_stage
 from slurm_rl.errors import SlurmRlError
+from slurm_rl.models.layout import read_layout_sizes
 from slurm_rl.rollout.rewards import find_rewards
 from slurm_rl.rollout.sandbox.runner import describe, find_isolation, is_needed
 from slurm_rl.rollout.server_process import ask_interpreter
@@ -37,6 +37,7 @@ from slurm_rl.stages.rank import current_rank
 from slurm_rl.storage.durable import write_hint
 from slurm_rl.storage.probe import Finding
 from slurm_rl.train.distributed import World, join, leave, reachable_address, read_world
+from slurm_rl.train.packages import missing_packages
 from slurm_rl.types import Order, Result
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,11 @@ def check_imports(settings: Settings, kind: str) -> Iterator[Finding]:
             yield _bad(f"import {name}", f"{type(error).__name__}: {error}", fix)
             continue
         yield _ok(f"import {name}", f"{_version(name)} in {time.monotonic() - began:.1f} s")
+    if is_megatron_stage(settings, kind):
+        for needed in missing_packages(role_megatron(settings, kind)):
+            wanted = f"megatron.{needed.setting}: {needed.value} needs it, and it is not installed"
+            fix = f"install it for {kind}.python, or {needed.instead}"
+            yield _bad(f"import {needed.package}", wanted, fix)
     if is_served:
         yield _check_sglang(settings)
 

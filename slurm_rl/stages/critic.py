@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm_rl.config.schema import Settings
+from slurm_rl.stages.hooks import read_hooks
 from slurm_rl.stages.signals import read_signals, write_signals
-from slurm_rl.stages.train import read_hooks
 from slurm_rl.stages.train_samples import read_batch
 from slurm_rl.stages.training import (
     check_same,

@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from slurm_rl.errors import ModelError
+from slurm_rl.models.geometry import Geometry, parse_model_config, read_model_config
+from slurm_rl.models.headers import INDEX, read_headers
+from slurm_rl.models.tensors import check_tensors
 
 if TYPE_CHECKING:
     import torch
 
-    from slurm_rl.train.geometry import Geometry
     from slurm_rl.train.weights import WeightsLayout
 
 _CONFIG = "config.json"
@@ -58,8 +60,6 @@ def make_critic(source: Path, folder: Path, *, seed: int) -> CriticHead:
     ModelError if the source is no such model, or if its head has another shape (both are named).
     A crash midway leaves files that nothing names.
     """
-    from slurm_rl.train.families import check_tensors
-    from slurm_rl.train.geometry import parse_model_config
     from slurm_rl.train.weights import read_layout
 
     config, layout = _critic_config(source), read_layout(source)
@@ -70,13 +70,11 @@ def make_critic(source: Path, folder: Path, *, seed: int) -> CriticHead:
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     (folder / _CONFIG).write_text(text)
     _link_companions(source, folder)
-    check_tensors(geometry, folder=folder, layout=read_layout(folder))
+    check_tensors(geometry, folder=folder, shapes=read_headers(folder).shapes)
     return head
 
 
 def _critic_config(source: Path) -> dict[str, Any]:
-    from slurm_rl.train.geometry import read_model_config
-
     path, config = source / _CONFIG, read_model_config(source)
     name = next(iter(config.get("architectures") or []), "")
     if name and not _CLASS.search(name):
@@ -139,7 +137,7 @@ def _write_tensors(
     """
     from safetensors.torch import save_file
 
-    from slurm_rl.train.weights import INDEX, WeightsReader
+    from slurm_rl.train.weights import WeightsReader
 
     kept = {
         name: [tensor for tensor in members if tensor != _LOGITS]
@@ -171,8 +169,6 @@ def _write_tensors(
 
 
 def _link_companions(source: Path, folder: Path) -> None:
-    from slurm_rl.train.weights import INDEX
-
     for path in sorted(source.iterdir()):
         wanted = path.suffix in COMPANION_SUFFIXES and path.name not in (_CONFIG, INDEX)
         if path.is_file() and wanted:

@@ -23,6 +23,9 @@ from slurm_rl.config.schema import SPECIAL_TOKENS, InitModel, Settings
 from slurm_rl.config.stages import uses_reference
 from slurm_rl.config.train_schema import Critic
 from slurm_rl.errors import ConfigError, ModelError
+from slurm_rl.models.geometry import read_geometry
+from slurm_rl.models.headers import INDEX, read_headers
+from slurm_rl.models.tensors import check_tensors
 from slurm_rl.seeds import derive_seed
 from slurm_rl.stages.critic_model import COMPANION_SUFFIXES, make_critic
 from slurm_rl.storage.digest import digest_entries
@@ -105,8 +108,6 @@ def _check_others(root: Path, settings: Settings) -> None:
 
 def _check_same_shape(root: Path, name: str) -> None:
     """An average is of one model: both must be of one shape."""
-    from slurm_rl.train.geometry import read_geometry
-
     found = [dataclasses.replace(read_geometry(root / f), dtype="") for f in (name, "weights")]
     if found[0] != found[1]:
         raise ModelError(
@@ -154,14 +155,12 @@ def _read_vocabulary(path: Path) -> Any:
 
 def link_checkpoint(source: Path, weights: Path, *, setting: str = "hf_checkpoint") -> None:
     """Link what a Hugging Face directory needs into `weights`; ModelError if it is none."""
-    from slurm_rl.train.weights import INDEX, read_layout
-
     if not (source / "config.json").is_file():
         raise ModelError(
             f"{source}: there is no config.json",
             hint=f"{setting} must be a Hugging Face model directory on the shared file system",
         )
-    names = set(read_layout(source).files)
+    names = set(read_headers(source).files)
     names |= {
         path.name
         for path in source.iterdir()
@@ -175,11 +174,7 @@ def link_checkpoint(source: Path, weights: Path, *, setting: str = "hf_checkpoin
 
 def check_model(weights: Path) -> None:
     """ModelError unless the trainer supports the model and its files are whole."""
-    from slurm_rl.train.families import check_tensors
-    from slurm_rl.train.geometry import read_geometry
-    from slurm_rl.train.weights import read_layout
-
-    check_tensors(read_geometry(weights), folder=weights, layout=read_layout(weights))
+    check_tensors(read_geometry(weights), folder=weights, shapes=read_headers(weights).shapes)
 
 
 def make_model(model: InitModel, weights: Path, *, seed: int) -> None:

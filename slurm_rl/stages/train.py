@@ -18,7 +18,7 @@ from slurm_rl.config.derive import admission
 from slurm_rl.config.schema import Settings
 from slurm_rl.config.stages import is_supervised, moves_reference, uses_reference
 from slurm_rl.errors import CorruptError
-from slurm_rl.rollout.user_imports import import_function
+from slurm_rl.stages.hooks import read_hooks
 from slurm_rl.stages.rank import current_rank
 from slurm_rl.stages.signals import read_signals
 from slurm_rl.stages.train_samples import read_batch, served_version
@@ -36,7 +36,6 @@ from slurm_rl.storage.carry import carry_files
 from slurm_rl.types import UNUSUAL, Input, Order, Result
 
 if TYPE_CHECKING:
-    from slurm_rl.train.step import Hooks
     from slurm_rl.train.trainer import Trainer
 
 
@@ -127,20 +126,6 @@ def carry_policy(order: Order, settings: Settings) -> Result:
         },
         metrics={"train/carried": 1.0},
     )
-
-
-def read_hooks(settings: Settings) -> Hooks:
-    """The user's own parts of the algorithm. Raises ConfigError and RewardError for what is not
-    there, or cannot be imported."""
-    from slurm_rl.train.step import Hooks
-
-    found: dict[str, Any] = {}
-    for name in ("advantage", "loss", "reducer", "correction"):
-        field = f"custom_{name}_path"
-        dotted = getattr(settings.train, field)
-        if dotted is not None:
-            found[name] = import_function(dotted, field=f"train.{field}")
-    return Hooks(**found)
 
 
 def _check_continuity(trainer: Trainer, order: Order) -> None:

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from slurm_rl.train.families import check_tensors, hf_shapes
-from slurm_rl.train.geometry import (
+from slurm_rl.models.geometry import (
     Geometry,
     parse_model_config,
     read_geometry,
     read_model_config,
 )
+from slurm_rl.models.tensors import check_tensors, hf_shapes
 from slurm_rl.train.solo import alone
 from slurm_rl.train.weights import (
     FILE_SIZE_BYTES,
@@ -69,7 +69,7 @@ def hf_to_megatron(source: Path, target: Path) -> None:
     Raises ModelError for a model that the trainer does not support.
     """
     config, layout, geometry = read_model_config(source), read_layout(source), read_geometry(source)
-    check_tensors(geometry, folder=source, layout=layout)
+    check_tensors(geometry, folder=source, shapes=layout.shapes)
     with alone():
         from slurm_rl.train.checkpoint import save_model
         from slurm_rl.train.loading import load_weights

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurm_rl.config.layout import Layout, check_ranks
 from slurm_rl.config.schema import Settings
 from slurm_rl.errors import ConfigError, SlurmRlError
+from slurm_rl.models.layout import Layout, check_ranks
 from slurm_rl.storage.durable import write_hint
 
 log = logging.getLogger(__name__)

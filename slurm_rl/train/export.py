@@ -1,8 +1,8 @@
 """The trained weights as a Hugging Face directory that transformers and SGLang load.
 
 Owns the way from shards, over any tensor-, pipeline- and expert-parallel layout, to whole tensors
-on rank 0. The names and layouts are `families.py`'s, the files `weights.py`'s. What else the source
-directory held (config, tokenizer, chat template) goes along unchanged.
+on rank 0. The names are `models/tensors.py`'s, the files `weights.py`'s. What else the source held
+(config, tokenizer, chat template) goes along unchanged.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from slurm_rl.train.families import Rule, join_shards, list_rules
-from slurm_rl.train.geometry import Geometry
+from slurm_rl.models.geometry import Geometry
+from slurm_rl.models.tensors import Rule, list_rules
 from slurm_rl.train.loading import local_rules, tensor_place
+from slurm_rl.train.shards import join_shards
 from slurm_rl.train.weights import WeightsLayout, read_companions, write_weights
 
 __all__ = ["export_weights", "read_companions"]

@@ -1,8 +1,8 @@
 """A rank's parameters and the Hugging Face tensors that they are made of.
 
 `load_weights` fills every parameter of this rank or raises; it reads only what the rank holds. The
-rules are `families.py`'s, the files `weights.py`'s. Which layers and experts a rank holds is asked
-of its modules, so that any pipeline and any number of model chunks will do.
+rules are `models/tensors.py`'s, the files `weights.py`'s. Which layers and experts a rank holds is
+asked of its modules, so that any pipeline and any number of model chunks will do.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
 from slurm_rl.errors import ModelError
+from slurm_rl.models.geometry import Geometry
+from slurm_rl.models.tensors import Rule, check_tensors, list_rules
 from slurm_rl.train.chunks import model_chunks
-from slurm_rl.train.families import Rule, check_tensors, list_rules, read_shard
-from slurm_rl.train.geometry import Geometry
+from slurm_rl.train.shards import read_shard
 from slurm_rl.train.weights import WeightsLayout, WeightsReader
 
 #: A GPTModel, not wrapped, or this rank's `Chunks` of one in interleaved pipelines.
@@ -85,7 +86,7 @@ def load_weights(model: Model, *, geometry: Geometry, folder: Path, layout: Weig
     Reads only the slices that this rank needs. Raises ModelError if a tensor is missing, has
     another shape, or if the files hold one that the model does not have.
     """
-    check_tensors(geometry, folder=folder, layout=layout)
+    check_tensors(geometry, folder=folder, shapes=layout.shapes)
     with WeightsReader(folder, layout) as reader:
         for rule, parameter in local_rules(geometry, model):
             rank, size = tensor_place(rule)

@@ -19,13 +19,13 @@ from megatron.core.transformer.transformer_config import (
     TransformerConfig,
 )
 
-from slurm_rl.errors import ConfigError
+from slurm_rl.models.geometry import Geometry, gpt_fields, megatron_fields
+from slurm_rl.models.splits import check_split
 from slurm_rl.train import experts, fused, latent
 from slurm_rl.train.chunks import Chunks, model_chunks
-from slurm_rl.train.families import check_layout
-from slurm_rl.train.geometry import Geometry, gpt_fields, megatron_fields
 from slurm_rl.train.loading import mark_split_parameters
 from slurm_rl.train.options import MegatronOptions
+from slurm_rl.train.packages import refusal
 from slurm_rl.train.post_norms import add_post_norms
 from slurm_rl.train.rows import RowsModel
 from slurm_rl.train.spec import block_spec
@@ -61,7 +61,7 @@ def model_config(
     fit the model or Megatron refuses the combination.
     """
     layout = options.layout
-    _check_layout(geometry, options)
+    _check_split(geometry, options)
     bf16 = is_bf16(geometry, options)
     dtype = torch.bfloat16 if bf16 else torch.float32
     with_kernels = fused.are_on(options)
@@ -88,8 +88,8 @@ def model_config(
     kind = TransformerConfig if geometry.mla is None else MLATransformerConfig
     try:
         config = kind(**fields | {"bf16": bf16})
-    except (ValueError, AssertionError) as error:
-        raise ConfigError(f"train.megatron: Megatron-core refuses it: {error}") from error
+    except (ValueError, AssertionError, ImportError, NotImplementedError) as error:
+        raise refusal(error) from error
     fused.switch(config, on=with_kernels)
     return config
 
@@ -99,23 +99,9 @@ def is_bf16(geometry: Geometry, options: MegatronOptions) -> bool:
     return geometry.dtype == "bfloat16" if options.bf16 is None else bool(options.bf16)
 
 
-def _check_layout(geometry: Geometry, options: MegatronOptions) -> None:
-    layout = options.layout
-    check_layout(
-        geometry,
-        tp_size=layout.tensor,
-        pp_size=layout.pipeline,
-        ep_size=layout.experts,
-        expert_tp_size=layout.expert_tensor,
-        num_chunks=layout.chunks,
-    )
-    is_split = layout.tensor > 1 and not options.transformer.get("sequence_parallel")
-    if geometry.moe is not None and is_split:
-        raise ConfigError(
-            f"train.megatron.tensor_model_parallel_size = {layout.tensor} without "
-            "sequence_parallel: tensor ranks would send each token to its experts twice",
-            hint="set train.megatron.sequence_parallel: true",
-        )
+def _check_split(geometry: Geometry, options: MegatronOptions) -> None:
+    is_sequence_parallel = bool(options.transformer.get("sequence_parallel"))
+    check_split(geometry, options.layout, sequence_parallel=is_sequence_parallel)
 
 
 def build_model(geometry: Geometry, config: TransformerConfig) -> Any:

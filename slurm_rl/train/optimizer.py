@@ -18,6 +18,7 @@ from slurm_rl.errors import ConfigError
 from slurm_rl.train import adam
 from slurm_rl.train.chunks import model_chunks
 from slurm_rl.train.options import MegatronOptions
+from slurm_rl.train.packages import refusal
 
 
 def build_optimizer(model: Any, options: MegatronOptions) -> Any:
@@ -32,8 +33,8 @@ def build_optimizer(model: Any, options: MegatronOptions) -> Any:
     }
     try:
         config = megatron_optimizer.OptimizerConfig(**fields)
-    except (ValueError, AssertionError) as error:
-        raise ConfigError(f"train.megatron: Megatron-core refuses it: {error}") from error
+    except (ValueError, AssertionError, RuntimeError) as error:
+        raise refusal(error) from error
     make = megatron_optimizer.get_megatron_optimizer
     if config.optimizer == "muon":
         _check_muon(config)
@@ -47,12 +48,6 @@ def build_optimizer(model: Any, options: MegatronOptions) -> Any:
 
 
 def _check_muon(config: Any) -> None:
-    if not muon.HAVE_EMERGING_OPTIMIZERS:
-        raise ConfigError(
-            "train.megatron.optimizer = muon needs the package emerging_optimizers, which is not "
-            "in the environment of the stage",
-            hint="install it there, or use adam",
-        )
     if config.use_distributed_optimizer:
         raise ConfigError(
             "train.megatron.optimizer = muon cannot be with use_distributed_optimizer: it needs "

@@ -13,10 +13,11 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from slurm_rl.config.layout import Layout, read_layout_sizes
-from slurm_rl.config.megatron_limits import MEGATRON_ONLY
+from slurm_rl.config.megatron_limits import MEGATRON_ONLY, MEGATRON_TE_ONLY
 from slurm_rl.errors import ConfigError
-from slurm_rl.train.geometry import MODEL_FIELDS
+from slurm_rl.models.geometry import MODEL_FIELDS
+from slurm_rl.models.layout import Layout, read_layout_sizes
+from slurm_rl.train.packages import missing_packages
 
 #: Arguments of OptimizerParamScheduler that are fields of no config class.
 SCHEDULE_KEYS = (
@@ -55,7 +56,7 @@ def split_megatron(
     config classes.
 
     trains: whether there is an optimizer, which needs a rate. Raises ConfigError naming the key:
-    unknown, owned by the model, unsupported here, or `lr` missing.
+    unknown, owned by the model, unsupported here, of a package that is not here, or `lr` missing.
     """
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
@@ -100,12 +101,18 @@ def _refuse(options: dict[str, Any], above: str, *, trains: bool) -> None:
                 hint="remove it",
             )
     if options.get("transformer_impl", "local") == "local":
-        for key in ("cp_comm_type", "moe_grouped_gemm"):
+        for key in MEGATRON_TE_ONLY:
             if options.get(key):
                 raise ConfigError(
                     f"{above}.megatron.{key} = {options[key]!r} has no effect with "
                     "transformer_impl: local",
                     hint="remove it, or use TransformerEngine's modules",
                 )
+    for needed in missing_packages(options):
+        raise ConfigError(
+            f"{above}.megatron.{needed.setting} = {needed.value} needs the package "
+            f"{needed.package}, which is not in the environment of the stage",
+            hint=f"install it there, or {needed.instead}",
+        )
     if trains and options.get("lr") is None:
         raise ConfigError(f"{above}.megatron.lr is missing", hint="for example lr: 1.0e-6")

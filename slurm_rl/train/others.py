@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from slurm_rl.errors import ModelError
+from slurm_rl.models.geometry import Geometry, read_geometry
 from slurm_rl.train.batch import MicroBatch
 from slurm_rl.train.forward import Engine, policy_logprobs
-from slurm_rl.train.geometry import Geometry, read_geometry
 from slurm_rl.train.loading import load_weights
 from slurm_rl.train.model import build_model, model_config
 from slurm_rl.train.options import MegatronOptions

@@ -28,8 +28,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from numpy.typing import NDArray
 
 from slurm_rl.errors import DataError
+from slurm_rl.models.geometry import Geometry
 from slurm_rl.train.chunks import model_chunks
-from slurm_rl.train.geometry import Geometry
 
 
 class Replay:

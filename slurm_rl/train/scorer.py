@@ -22,11 +22,11 @@ import torch.distributed as dist
 from slurm_rl.config.roles import fuses_kernels, num_ranks, role, role_megatron
 from slurm_rl.config.schema import Settings
 from slurm_rl.config.train_schema import Forward
+from slurm_rl.models.geometry import read_geometry
 from slurm_rl.train import distributed
 from slurm_rl.train.batch import Samples, check_samples, conversation_sizes
 from slurm_rl.train.distributed import World
 from slurm_rl.train.forward import Engine, own_share, policy_logprobs
-from slurm_rl.train.geometry import read_geometry
 from slurm_rl.train.options import MegatronOptions, split_megatron
 from slurm_rl.train.others import load_other
 from slurm_rl.train.scopes import deterministic_scope, megatron_scope, prepare_determinism

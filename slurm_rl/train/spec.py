@@ -3,18 +3,18 @@ TransformerEngine's.
 
 Why not Megatron's own local attention: it builds the whole [s, s] matrix, and takes neither packed
 sequences nor context parallelism; its RMSNorm refuses sequence parallelism. Parameter names are
-those of Megatron's local spec, so that checkpoints and `families.py` do not depend on this module.
+those of Megatron's local spec, so that checkpoints and the table of names do not depend on this
+module.
 Runs on CPU and GPU; needs neither TransformerEngine nor Apex. On a GPU with Triton some of it goes
 through kernels of our own (`fused.py`).
 
 `train.megatron.transformer_impl: transformer_engine` takes Megatron's own spec of these modules
 instead, as it is. It needs a GPU and the package. That way has been run by no test of this project;
-`families.py` knows its parameters' names from Megatron's source.
+`models/tensors.py` knows its parameters' names from Megatron's source.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from slurm_rl.errors import ConfigError
 from slurm_rl.train.attention import CausalAttention
 from slurm_rl.train.fused import kernels_of
 
@@ -64,12 +63,6 @@ def block_spec(
     """The decoder of this pipeline rank (or of one of its chunks): its layers and, on the last
     rank, the final norm."""
     with_te = config.transformer_impl == "transformer_engine"
-    if with_te and importlib.util.find_spec("transformer_engine") is None:
-        raise ConfigError(
-            "train.megatron.transformer_impl = transformer_engine, but that package is not in the "
-            "environment of the stage",
-            hint="install it there, or leave the setting out",
-        )
     make = _te_layer_spec if with_te else _layer_spec
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))

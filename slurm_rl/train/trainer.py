@@ -30,6 +30,7 @@ from slurm_rl.config.roles import fuses_kernels, num_ranks, role_megatron, updat
 from slurm_rl.config.schema import Settings
 from slurm_rl.config.train_schema import Critic
 from slurm_rl.errors import CorruptError
+from slurm_rl.models.geometry import Geometry, read_geometry
 from slurm_rl.seeds import derive_seed
 from slurm_rl.train import checkpoint, distributed, experts, rng, routing
 from slurm_rl.train.batch import MicroBatch, Samples, check_samples
@@ -37,7 +38,6 @@ from slurm_rl.train.chunks import model_chunks
 from slurm_rl.train.distributed import World
 from slurm_rl.train.export import export_weights, read_companions
 from slurm_rl.train.forward import Engine, policy_logprobs
-from slurm_rl.train.geometry import Geometry, read_geometry
 from slurm_rl.train.host_memory import gathered_bytes
 from slurm_rl.train.loading import load_weights
 from slurm_rl.train.meter import rate

@@ -1,7 +1,6 @@
 """A Hugging Face directory of safetensors: what is where, reading slices, writing it again.
 
-Owns: `model.safetensors` or `model.safetensors.index.json` with its files. Everything that
-is wrong with them is one ModelError that names the file. Writing keeps the source's layout
+What is wrong with files is one ModelError that names the file. Writing keeps the source's layout
 (which tensor in which file), dtypes and format mark, so that unchanged weights give the same
 bytes (metadata other than `format` is dropped). Without a source, or in order to have files of
 another size, `plan_layout` cuts one.
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,10 +22,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from slurm_rl.errors import ModelError
+from slurm_rl.models.headers import INDEX, SINGLE, read_headers
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 #: What files are cut at unless somebody says otherwise.
 FILE_SIZE_BYTES = 5_000_000_000
 #: Names of the ways to store weights: never taken along, since they would be stale.
@@ -47,31 +43,20 @@ class WeightsLayout:
 
 
 def read_layout(folder: Path) -> WeightsLayout:
-    """The layout of the weights in `folder`, from their headers alone.
-
-    Raises ModelError if a file is missing, truncated or not safetensors, or if a tensor that
-    the index names is missing.
-    """
-    index = folder / INDEX
-    text = index.read_text() if index.exists() else None
-    names = sorted(set(_weight_map(index, text).values())) if text is not None else [SINGLE]
-    files, dtypes, shapes, headers = {}, {}, {}, {}
-    for name in names:
-        header = _read_header(folder / name)
-        metadata = header.pop("__metadata__", None) or {}
+    """The layout of the weights in `folder`, from their headers alone; ModelError as they say."""
+    found = read_headers(folder)
+    stored = {name: tensor for table in found.files.values() for name, tensor in table.items()}
+    return WeightsLayout(
+        files={name: tuple(sorted(table)) for name, table in found.files.items()},
+        dtypes={name: getattr(torch, tensor.dtype) for name, tensor in stored.items()},
+        shapes=found.shapes,
         # safetensors writes metadata in no fixed order: with one key there is only one.
-        headers[name] = {key: metadata[key] for key in ("format",) if key in metadata}
-        files[name] = tuple(sorted(header))
-        for tensor, entry in header.items():
-            if entry["dtype"] not in _DTYPES:
-                raise ModelError(f"{folder / name}: {tensor} has dtype {entry['dtype']}")
-            dtypes[tensor] = getattr(torch, _DTYPES[entry["dtype"]])
-            shapes[tensor] = tuple(entry["shape"])
-    if text is not None:
-        missing = sorted(set(_weight_map(index, text)) - set(dtypes))
-        if missing:
-            raise ModelError(f"{index}: its files do not hold {missing[0]}")
-    return WeightsLayout(files, dtypes, shapes, headers, text)
+        headers={
+            name: {key: metadata[key] for key in ("format",) if key in metadata}
+            for name, metadata in found.metadata.items()
+        },
+        index_text=found.index_text,
+    )
 
 
 def plan_layout(
@@ -174,34 +159,3 @@ def write_weights(
     if layout.index_text is not None:
         (folder / INDEX).write_text(layout.index_text)
         yield INDEX
-
-
-def _weight_map(index: Path, text: str) -> dict[str, str]:
-    try:
-        mapping: dict[str, str] = json.loads(text)["weight_map"]
-    except (ValueError, KeyError) as error:
-        raise ModelError(f"{index}: not an index of safetensors ({error})") from error
-    return mapping
-
-
-def _read_header(path: Path) -> dict[str, Any]:
-    """The JSON header of a safetensors file, with the file's size checked against it."""
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > size - 8:
-                raise ModelError(f"{path}: truncated: the header does not fit into {size} bytes")
-            header: dict[str, Any] = json.loads(file.read(length))
-        ends = [e["data_offsets"][1] for n, e in header.items() if n != "__metadata__"]
-    except FileNotFoundError as error:
-        raise ModelError(f"{path}: there is no such file") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path}: not a safetensors file ({error})") from error
-    expected = 8 + length + max(ends, default=0)
-    if size != expected:
-        raise ModelError(
-            f"{path}: {size} bytes, but its header promises {expected}",
-            hint="the file is truncated or damaged: copy it again",
-        )
-    return header

@@ -134,7 +134,7 @@ def make_tokens(num: int = 3, length: int = 40) -> torch.Tensor:
 
 def build_from(folder: Path, **megatron: Any) -> tuple[Any, Any, Any]:
     """Geometry, layout and this rank's part of the model in `folder`, loaded."""
-    from slurm_rl.train.geometry import read_geometry
+    from slurm_rl.models.geometry import read_geometry
     from slurm_rl.train.loading import load_weights
     from slurm_rl.train.model import build_model, model_config
     from slurm_rl.train.options import split_megatron

@@ -121,8 +121,8 @@ def _run_case(one: dict[str, Any], plan: dict[str, Any]) -> None:
 def build(weights: Path, options: Any, settings: Any, *, load: bool = True) -> Any:
     """An engine of the model in `weights`, and its unwrapped model, in the layout of this process
     group."""
+    from slurm_rl.models.geometry import read_geometry
     from slurm_rl.train.forward import Engine
-    from slurm_rl.train.geometry import read_geometry
     from slurm_rl.train.loading import load_weights
     from slurm_rl.train.model import build_model, model_config, wrap_model
     from slurm_rl.train.optimizer import build_optimizer, build_scheduler

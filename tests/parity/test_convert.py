@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 from slurm_rl.errors import CorruptError, ModelError
+from slurm_rl.models.headers import INDEX
 from slurm_rl.stages.critic_model import make_critic
 from slurm_rl.train.convert import hf_to_megatron, megatron_to_hf, rewrite_weights
-from slurm_rl.train.weights import INDEX, WeightsReader, read_layout
+from slurm_rl.train.weights import WeightsReader, read_layout
 
 FAMILIES = ("qwen3", "qwen3-moe", "glm4", "deepseek", "critic")
 

@@ -60,8 +60,8 @@ def test_gradients_are_those_of_transformers(root, name):
     (other(tokens).logits * weights).sum().backward()
     expected = dict(other.named_parameters())
     with alone():
-        from slurm_rl.train.families import join_shards
         from slurm_rl.train.loading import local_rules
+        from slurm_rl.train.shards import join_shards
 
         geometry, _, model = family_models.build_from(root / name)
         logits = model(tokens, torch.arange(40).expand(3, -1), None)[..., :100]
@@ -125,9 +125,9 @@ def test_a_routers_bias_keeps_its_float32_in_a_bfloat16_model(tmp_path):
 def test_files_are_gathered_one_after_the_other(order):
     """Whatever order their makers had: rank 0 holds one, and what is cut by the next one's start."""
     with alone():
+        from slurm_rl.models.geometry import parse_model_config
+        from slurm_rl.models.tensors import hf_shapes, list_rules
         from slurm_rl.train.export import _by_file
-        from slurm_rl.train.families import hf_shapes, list_rules
-        from slurm_rl.train.geometry import parse_model_config
         from slurm_rl.train.weights import plan_layout
 
     fields = family_models._BASE | family_models.MODELS["qwen3-moe"]

@@ -82,8 +82,8 @@ def test_logits_and_gradients_are_those_of_the_same_experts_in_transformers(root
     weights = torch.linspace(-1, 1, SIZE[0] * SIZE[1] * 100).reshape(*SIZE, 100)
     with alone():
         from slurm_rl.train import routing
-        from slurm_rl.train.families import join_shards
         from slurm_rl.train.loading import local_rules
+        from slurm_rl.train.shards import join_shards
 
         geometry, _, model = family_models.build_from(root / name)
         routing.install(model)

@@ -371,7 +371,7 @@ def test_settings_that_do_not_work_are_one_line(
         (
             "transformer_engine",
             {"transformer_impl": "transformer_engine"},
-            "transformer_impl = transformer_engine, but that package is not in the environment",
+            "transformer_impl = transformer_engine needs the package transformer_engine, which is not in",
         ),
         (
             "emerging_optimizers",
@@ -395,13 +395,13 @@ def test_experts_over_tensor_ranks_need_sequence_parallelism():
     from slurm_rl.train import cpu
 
     with cpu.megatron_imports():
-        from slurm_rl.train.geometry import parse_model_config
+        from slurm_rl.models.geometry import parse_model_config
         from slurm_rl.train.model import model_config
         from slurm_rl.train.options import split_megatron
     shape = {"model_type": "qwen3_moe", "vocab_size": 15, **trains.TINY, **layouts.MOE}
     geometry = parse_model_config(shape, where="config.json")
     options = {"lr": 1.0, "tensor_model_parallel_size": 2}
-    with pytest.raises(ConfigError, match="= 2 without sequence_parallel: tensor ranks would"):
+    with pytest.raises(ConfigError, match="= 2 is without sequence_parallel: tensor ranks"):
         model_config(geometry, split_megatron(options), deterministic=True)
     split = split_megatron(options | {"sequence_parallel": True})
     with cpu.megatron_imports():  # without Megatron's warnings of its own defaults

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -22,8 +21,9 @@ from pathlib import Path
 import pytest
 from slurm.cluster import Cluster, running, wait_for
 from slurm.processes import find_payloads, find_supervisors
-from toy.commands import ToyRun, make_model_folder
+from toy.commands import ToyRun
 from toy.interpreter import write_interpreter
+from toy.model import write_model
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "slurm_cluster.sh"
@@ -114,7 +114,7 @@ def inputs() -> Iterator[Path]:
         pytest.skip("a cluster of namespaces needs root")
     with tempfile.TemporaryDirectory(prefix="matrix-") as name:
         folder = Path(name)
-        make_model_folder(folder / "model")
+        write_model(folder / "model")
         (folder / "prompts.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
         folder.chmod(0o755)
         yield folder
@@ -136,7 +136,7 @@ def make_run(inputs: Path, person: Person, **changes: object) -> ToyRun:
         hf_checkpoint=str(inputs / "model"),
         rollout__prompt_data=str(inputs / "prompts.jsonl"),
         chain=chain | {"tick_s": 8},
-        env={"TOY_SECOND": "0.2"},
+        env={"TOY_SECOND": "0.5"},
         **changes,
     )
     write_interpreter(run.folder / "toy-python", python=person.python)
@@ -158,8 +158,6 @@ def test_a_site(
     root = Path(tempfile.mkdtemp(prefix="site-", dir="/tmp"))
     with running(Cluster(root, num_nodes=2, knobs=knobs)) as cluster:
         runs = {person: submit(inputs, person) for person in people}
-        for run in runs.values():
-            wait_for(lambda r=run: find_payloads(r.root), what=f"work of {run.root}", timeout_s=60)
         check_site(cluster, runs, proctrack)
         preempt(cluster, runs)
         kill_supervisors(list(runs.values()))
@@ -193,15 +191,30 @@ def check_site(cluster: Cluster, runs: dict[Person, ToyRun], proctrack: str) -> 
     config = cluster.call("scontrol", "show", "config")
     assert f"proctrack/{proctrack}" in config
     for person, run in runs.items():
-        wait_for(lambda r=run: find_payloads(r.root), what=f"work of {person.name}", timeout_s=60)
-        place = Path(f"/proc/{find_payloads(run.root)[0].pid}")
-        assert (place / "cgroup").read_text().count("/job_") > 0 or proctrack == "linuxproc"
-        assert place.owner() == person.name
+        cgroup, owner = wait_for(
+            lambda r=run: look_at_work(r), what=f"work of {person.name}", timeout_s=60
+        )
+        assert "/job_" in cgroup or proctrack == "linuxproc"
+        assert owner == person.name
+
+
+def look_at_work(run: ToyRun) -> tuple[str, str] | None:
+    """Control groups and owner of a program of the run; None while none works."""
+    for process in find_payloads(run.root):
+        place = Path(f"/proc/{process.pid}")
+        try:
+            return (place / "cgroup").read_text(), place.owner()
+        except OSError:
+            continue  # it has ended meanwhile
+    return None
 
 
 def preempt(cluster: Cluster, runs: dict[Person, ToyRun]) -> None:
     """Take every node for a moment; each run's running job must go back to the queue."""
-    running_jobs = {p: find_supervisors(run.root)[0].job for p, run in runs.items()}
+    running_jobs = {
+        p: wait_for(lambda r=run: find_supervisors(r.root), what=f"a job of {p.name}")[0].job
+        for p, run in runs.items()
+    }
     before = {name: claims(run) for name, run in runs.items()}
     cluster.call(
         "sbatch", "-p", "high", "--exclusive", "-N2", "-J", "urgent", "-o", "/dev/null",
@@ -232,10 +245,10 @@ def kill_supervisors(runs: list[ToyRun]) -> None:
     for run in runs:
         wait_for(lambda r=run: find_payloads(r.root), what=f"work of {run.root}", timeout_s=60)
         before[run.root] = claims(run)
-        victims = find_supervisors(run.root)
-        assert victims
-        for process in victims:
-            os.kill(process.pid, signal.SIGKILL)
+        wait_for(
+            lambda r=run: sum(process.kill() for process in find_supervisors(r.root)),
+            what=f"a supervisor of {run.root}",
+        )
     for run in runs:
         wait_for(
             lambda r=run: claims(r) > before[r.root],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import yaml
 from slurm_rl.launch.build import open_run
 from slurm_rl.launch.local import LocalScheduler, is_alive
 from toy.interpreter import write_interpreter
+from toy.model import write_model
 
 PROGRAM = str(Path(sys.executable).with_name("slurm-rl"))
 
@@ -34,7 +34,7 @@ class ToyRun:
         python = str(write_interpreter(self.folder / "toy-python"))
         value: dict[str, object] = {
             "run": {"name": "toy", "dir": str(self.folder / "runs")},
-            "hf_checkpoint": str(make_model_folder(self.folder / "model")),
+            "hf_checkpoint": str(write_model(self.folder / "model")),
             "num_rollout": 3,
             "launcher": "local",
             "deterministic": True,
@@ -95,15 +95,6 @@ class ToyRun:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         return len(pids)
-
-
-def make_model_folder(folder: Path) -> Path:
-    """Files that look like a model to `validate`."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text('{"model_type": "llama"}')
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
-    return folder
 
 
 def wait_until(condition: Callable[[], bool], *, seconds: float = 60.0) -> None:

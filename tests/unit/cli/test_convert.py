@@ -206,6 +206,14 @@ def test_nothing_is_written_over(run: Run, tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def test_nothing_is_put_into_a_run(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(run.root / "iterations")
+    for to in (run.root / "out", tmp_path / "link" / "out"):
+        with pytest.raises(ConfigError, match=f"{to}: lies in the run {run.root}; choose a"):
+            convert(run.root, to, Wanted())
+        assert not to.exists()
+
+
 def test_a_folder_that_is_nothing_of_these(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(NoRunError, match="neither a run, nor a Hugging Face directory"):
@@ -214,6 +222,7 @@ def test_a_folder_that_is_nothing_of_these(tmp_path: Path) -> None:
         convert(tmp_path / "nowhere", tmp_path / "out", Wanted())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "size"), [("7", 7), ("5GB", 5 * 10**9), (" 20 mb", 20 * 10**6), ("3kb", 3000)]
 )

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from toy.commands import make_model_folder
+from toy.model import write_model
 
 from slurm_rl.cli.change import change_run
 from slurm_rl.cli.submit import make_run
@@ -37,7 +37,7 @@ def write_config(folder: Path, **changes: Any) -> Path:
     """A configuration; `section__key` changes a value."""
     value: dict[str, Any] = {
         "run": {"name": "run", "dir": str(folder / "runs")},
-        "hf_checkpoint": str(make_model_folder(folder / "model")),
+        "hf_checkpoint": str(write_model(folder / "model")),
         "num_rollout": 3,
         "launcher": "local",
         "rollout": {

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from toy.model import write_model
 
 from slurm_rl.config.preflight import check_files
 from slurm_rl.config.schema import Settings
@@ -15,10 +16,7 @@ Load = Callable[..., Settings]
 @pytest.fixture
 def place(tmp_path: Path) -> dict[str, Any]:
     """Values for a config whose files are all there."""
-    model = tmp_path / "model"
-    model.mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (model / name).touch()
+    model = write_model(tmp_path / "model", max_position_embeddings=32768)
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "a", "label": "b"}\n\n{"prompt": "c", "label": "d"}\n')
     return {

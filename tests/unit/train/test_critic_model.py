@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slurm_rl.errors import ModelError
+from slurm_rl.models.headers import INDEX
 from slurm_rl.stages.critic_model import CriticHead, make_critic
-from slurm_rl.train.weights import INDEX, WeightsReader, read_layout
+from slurm_rl.train.weights import WeightsReader, read_layout
 
 BASE = {
     "hidden_size": 16,

@@ -128,7 +128,7 @@ def truncate(folder):
             "'gpt2' is not supported; supported are deepseek_v3, glm4, ",
         ),
         (set_config(num_hidden_layers=2), r"model\.layers\.1\..* is missing"),
-        (set_config(tie_word_embeddings=True, num_hidden_layers=0), "is not part of such a model"),
+        (set_config(num_hidden_layers=0), "num_hidden_layers = 0 is no whole number of at least 1"),
     ],
 )
 def test_a_bad_model_is_one_line(made, tmp_path, change, said):

@@ -8,9 +8,9 @@ from slurm_rl.train import cpu
 with cpu.megatron_imports():
     from slurm_rl.train.options import split_megatron
 
-from slurm_rl.config.layout import Layout
 from slurm_rl.config.passthrough import MEGATRON
-from slurm_rl.train.geometry import MODEL_FIELDS
+from slurm_rl.models.geometry import MODEL_FIELDS
+from slurm_rl.models.layout import Layout
 
 
 def test_keys_go_where_megatron_has_them():

@@ -2,7 +2,7 @@
 
 An entry says three things of a `model_type`: what differs from a Llama in its architecture, what
 its `config.json` leaves unsaid, and what its tensors are called. From it follow the geometry
-(`geometry.py`), the fields for Megatron, the rules for weights (`families.py`), loading, export,
+(`geometry.py`), the fields for Megatron, the rules for weights (`tensors.py`), loading, export,
 critics and `slurm-rl convert`.
 
 To add one:
@@ -11,7 +11,7 @@ To add one:
 2. In `must_be` name every setting of its config that the entry does not cover, with the values
    under which it has no effect. What is in neither would be computed silently wrong.
 3. Add a tiny config of it to `tests/parity/family_models.py`, with every feature on, and one to
-   `tests/unit/train/test_families.py`. The tests then compare logits, names and shapes with
+   `tests/unit/train/test_shards.py`. The tests then compare logits, names and shapes with
    transformers', and the bytes of an exported model with the original's.
 
 What an entry can say: biases of the queries, keys and values; a norm of queries and keys; norms
@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from slurm_rl.train.shapes import MlaGeometry, MoeGeometry
+from slurm_rl.models.shapes import MlaGeometry, MoeGeometry
 
 Config = Mapping[str, Any]
 

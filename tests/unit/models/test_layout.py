@@ -2,8 +2,8 @@
 
 import pytest
 
-from slurm_rl.config.layout import Layout, check_ranks, read_layout_sizes
 from slurm_rl.errors import ConfigError
+from slurm_rl.models.layout import Layout, check_ranks, read_layout_sizes
 
 
 def test_sizes_are_one_unless_they_are_set() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from slurm_rl.errors import ModelError
-from slurm_rl.train.geometry import (
+from slurm_rl.models.geometry import (
     MODEL_FIELDS,
     megatron_fields,
     parse_model_config,
@@ -157,7 +157,8 @@ def test_a_deepseek():
 
 def test_both_names_of_the_number_of_experts():
     for key in ("num_experts", "num_local_experts"):
-        assert parse(model_type="qwen3_moe", **{key: 5}).moe.num_experts == 5
+        config = {"model_type": "qwen3_moe", "num_experts_per_tok": 2, key: 5}
+        assert parse(**config).moe.num_experts == 5
 
 
 def test_a_glm():
@@ -243,5 +244,36 @@ def test_a_config_that_is_no_object_is_named(tmp_path, text):
 
 @pytest.mark.parametrize("name", ["num_hidden_layers", "hidden_size", "num_attention_heads"])
 def test_a_size_that_is_no_number_is_named(name):
-    with pytest.raises(ModelError, match="a size in it is no number"):
+    with pytest.raises(ModelError, match=f"{name} = 'three' is no whole number"):
         parse_model_config(LLAMA | {name: "three"}, where="x")
+
+
+SPARSE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": -64}, "hidden_size = -64 is no whole number of at least 1"),
+        ({"hidden_size": 64.5}, r"hidden_size = 64.5 is no whole"),
+        ({"hidden_size": "64"}, "hidden_size = '64' is no whole"),
+        ({"vocab_size": True}, "vocab_size = True is no whole"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0 is no whole"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps = 0 is no number above 0"),
+        ({"num_key_value_heads": 3}, "num_attention_heads = 8 is no multiple of num_key_value_"),
+        ({"hidden_size": 60}, "hidden_size = 60 is no multiple of num_attention_heads = 8, and"),
+        ({"head_dim": 15}, "15 numbers of each head are rotated"),
+        ({"model_type": "glm4", "head_dim": 2}, "1 numbers of each head are rotated"),
+        (SPARSE | {"num_experts_per_tok": 5}, "num_experts_per_tok = 5 is more than the 4 experts"),
+        (SPARSE | {"num_experts": 0}, "num_experts = 0 is no whole"),
+    ],
+)
+def test_sizes_that_no_decoder_has_are_refused(changes, said):
+    with pytest.raises(ModelError, match=said):
+        parse(**changes)
+
+
+def test_sizes_that_only_look_odd_are_accepted():
+    assert parse(hidden_size=60, head_dim=16).head_dim == 16
+    assert parse(head_dim=None).head_dim == 8
+    assert parse(**SPARSE).moe.top_k == 2

@@ -1,23 +1,18 @@
 """The table of weights: both directions are inverse, for every family and layout."""
 
-import dataclasses
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_rl.errors import ConfigError, ModelError
-from slurm_rl.train import families
-from slurm_rl.train.families import (
-    check_layout,
-    check_tensors,
-    join_shards,
-    list_rules,
-    read_shard,
-)
-from slurm_rl.train.geometry import parse_model_config
-from slurm_rl.train.weights import WeightsLayout, read_layout
+from slurm_rl.models.geometry import parse_model_config
+from slurm_rl.models.layout import Layout
+from slurm_rl.models.splits import check_split
+from slurm_rl.models.tensors import check_tensors, list_rules
+from slurm_rl.models.tensors import hf_shapes as named_by_the_table
+from slurm_rl.train.shards import join_shards, read_shard
+from slurm_rl.train.weights import read_layout
 
 CONFIG = {
     "hidden_size": 12,
@@ -72,11 +67,17 @@ def hf_shapes(g):
 OTHERS = {
     "qwen2_moe": {
         "num_experts": 3,
+        "num_experts_per_tok": 2,
         "moe_intermediate_size": 8,
         "shared_expert_intermediate_size": 16,
         "mlp_only_layers": [1],
     },
-    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 8, "decoder_sparse_step": 2},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "decoder_sparse_step": 2,
+    },
     "mixtral": {"num_local_experts": 3},
     "glm4": {},
     "glm4_moe": {
@@ -161,7 +162,7 @@ def test_shards_join_to_what_they_were_cut_from(family, tied, tp_size, per_group
 def test_every_tensor_that_transformers_saves_is_in_one_rule_and_survives(family, tmp_path):
     g = geometry_of(family, groups=4, **OTHERS[family])
     shapes = transformers_shapes(family, tmp_path)
-    assert families.hf_shapes(g) == shapes
+    assert named_by_the_table(g) == shapes
     tensors = numbered(shapes)
     for tp_size in (1, 2, 4):
         joined = {}
@@ -200,7 +201,7 @@ def test_a_critic_has_a_head_and_no_logits():
             tied=tied, architectures=["LlamaForTokenClassification"], id2label={"0": "x"}
         )
         assert g.value_head and not g.tied
-        names = set(families.hf_shapes(g))
+        names = set(named_by_the_table(g))
         assert {"score.weight", "score.bias"} <= names and "lm_head.weight" not in names
 
 
@@ -234,52 +235,54 @@ def test_padding_rows_are_zero_and_are_cut_off():
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes", "said"),
+    ("family", "layout", "said"),
     [
-        ("llama", {"tp_size": 4}, "tensor_model_parallel_size = 4.*num_key_value_heads = 2"),
-        ("llama", {"pp_size": 3}, "pipeline_model_parallel_size = 3.*num_hidden_layers = 2"),
-        ("llama", {"pp_size": 2, "num_chunks": 2}, "virtual_pipeline.* = 4 does not"),
-        ("llama", {"ep_size": 2}, "expert_model_parallel_size = 2, but the model has no experts"),
-        ("qwen2_moe", {"ep_size": 2}, "expert_model_parallel_size = 2.*number of experts = 3"),
-        ("mixtral", {"expert_tp_size": 5}, "expert_tensor_parallel_size = 5.*= 24"),
-        ("deepseek_v3", {"tp_size": 16}, "tensor_model_parallel_size = 16"),
+        ("llama", Layout(tensor=4), "tensor_model_parallel_size = 4.*num_key_value_heads = 2"),
+        ("llama", Layout(pipeline=3), "pipeline_model_parallel_size = 3.*num_hidden_layers = 2"),
+        ("llama", Layout(pipeline=2, chunks=2), "virtual_pipeline.* = 2 × .* = 4 does not"),
+        ("llama", Layout(experts=2), "expert_model_parallel_size = 2 has no effect"),
+        ("qwen2_moe", Layout(experts=2), "expert_model_parallel_size = 2.*number of experts = 3"),
+        ("mixtral", Layout(expert_tensor=5), "expert_tensor_parallel_size = 5.*= 24"),
+        ("deepseek_v3", Layout(tensor=16), "tensor_model_parallel_size = 16"),
     ],
 )
-def test_a_layout_that_does_not_divide_the_model_is_refused(family, sizes, said):
+def test_a_layout_that_does_not_divide_the_model_is_refused(family, layout, said):
     g = geometry_of(family, **OTHERS.get(family, {}))
     with pytest.raises(ConfigError, match=said):
-        check_layout(g, **{"tp_size": 1, "pp_size": 1} | sizes)
+        check_split(g, layout, sequence_parallel=True)
+
+
+def test_tokens_would_reach_their_experts_twice():
+    g = geometry_of("mixtral", **OTHERS["mixtral"])
+    check_split(g, Layout(tensor=2), sequence_parallel=True)
+    with pytest.raises(ConfigError, match=r"tensor_model_parallel_size = 2 is without sequence_"):
+        check_split(g, Layout(tensor=2), sequence_parallel=False)
+    check_split(geometry_of(), Layout(tensor=2), sequence_parallel=False)
 
 
 def test_latents_must_be_divided_too():
     g = geometry_of("deepseek_v3", **OTHERS["deepseek_v3"] | {"kv_lora_rank": 13})
     with pytest.raises(ConfigError, match=r"kv_lora_rank \+ qk_rope_head_dim = 17"):
-        check_layout(g, tp_size=2, pp_size=1)
+        check_split(g, Layout(tensor=2), sequence_parallel=True)
 
 
 def test_missing_and_foreign_tensors_are_named(tmp_path):
     g = geometry_of(tied=True)
-    names = set(hf_shapes(g))
-    layout = WeightsLayout({}, dict.fromkeys(names, torch.float32), hf_shapes(g), {}, None)
-    check_tensors(g, folder=tmp_path, layout=layout)
-
-    def with_names(changed):
-        return dataclasses.replace(layout, dtypes=dict.fromkeys(changed, torch.float32))
-
+    shapes = hf_shapes(g)
+    check_tensors(g, folder=tmp_path, shapes=shapes)
     # A copy of tied embeddings is harmless; anything else is not.
-    check_tensors(g, folder=tmp_path, layout=with_names(names | {"lm_head.weight"}))
+    check_tensors(g, folder=tmp_path, shapes=shapes | {"lm_head.weight": (70, 12)})
+    less = {name: shape for name, shape in shapes.items() if name != "model.norm.weight"}
     with pytest.raises(ModelError, match=r"model.norm.weight is missing"):
-        check_tensors(g, folder=tmp_path, layout=with_names(names - {"model.norm.weight"}))
+        check_tensors(g, folder=tmp_path, shapes=less)
     with pytest.raises(ModelError, match=r"score.weight is not part of such a model"):
-        check_tensors(g, folder=tmp_path, layout=with_names(names | {"score.weight"}))
+        check_tensors(g, folder=tmp_path, shapes=shapes | {"score.weight": (1, 12)})
 
 
 def test_a_tensor_of_another_shape_is_refused_with_both(tmp_path):
     g = geometry_of()
     shapes = hf_shapes(g)
-    dtypes = dict.fromkeys(shapes, torch.float32)
-    check_tensors(g, folder=tmp_path, layout=WeightsLayout({}, dtypes, shapes, {}, None))
+    check_tensors(g, folder=tmp_path, shapes=shapes)
     shapes["model.norm.weight"] = (13,)
-    layout = WeightsLayout({}, dtypes, shapes, {}, None)
     with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \[13\].* it \[12\]"):
-        check_tensors(g, folder=tmp_path, layout=layout)
+        check_tensors(g, folder=tmp_path, shapes=shapes)

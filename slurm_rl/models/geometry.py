@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rl.errors import ModelError
-from slurm_rl.train.families_table import FAMILIES, MUST_BE, Family
-from slurm_rl.train.shapes import MlaGeometry, MoeGeometry, YarnGeometry
+from slurm_rl.models.families_table import FAMILIES, MUST_BE, Family
+from slurm_rl.models.shapes import MlaGeometry, MoeGeometry, YarnGeometry
+from slurm_rl.models.sizes import problem_of_numbers, problem_of_shape
 
 __all__ = [
     "FAMILIES",
@@ -197,6 +198,8 @@ def read_model_config(folder: Path) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise ModelError(f"{path}: there is no such file") from error
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise ModelError(f"{path}: not JSON ({error})") from error
     if not isinstance(config, dict):
@@ -216,13 +219,19 @@ def parse_model_config(config: dict[str, Any], *, where: str) -> Geometry:
     _refuse_variations(config, family, where=where)
     unsaid = {k: v for k, v in family.defaults.items() if config.get(k) is None}
     config = {**config, **unsaid}
+    if problem := problem_of_numbers(config):
+        raise ModelError(f"{where}: {problem}")
     try:
         geometry = _geometry(config, family, where=where)
     except KeyError as error:
         raise ModelError(f"{where}: {error.args[0]} is missing") from error
     except (TypeError, ValueError) as error:
         raise ModelError(f"{where}: a size in it is no number ({error})") from error
-    problem = family.check(config) or _problem_of_experts(geometry.moe)
+    problem = (
+        family.check(config)
+        or _problem_of_experts(geometry.moe)
+        or problem_of_shape(geometry, has_head_dim=config.get("head_dim") is not None)
+    )
     if problem:
         raise ModelError(f"{where}: {problem}")
     return geometry

@@ -1,8 +1,8 @@
-"""Names and layouts of weights, Hugging Face <-> Megatron, as one table.
+"""Names and shapes of weights, Hugging Face <-> Megatron, as one table.
 
-A rule says how one Megatron parameter is made of Hugging Face tensors and how it is split
-over tensor-parallel ranks. What a family calls its tensors is `families_table.py`'s. Both
-directions are pure functions on tensors; files are `weights.py`'s, collectives are `export.py`'s.
+A rule says which Hugging Face tensors a Megatron parameter is made of, and how it is split over
+tensor-parallel ranks. What a family calls its tensors is `families_table.py`'s; cutting and joining
+the tensors themselves is `train/shards.py`'s. It imports neither torch nor Megatron.
 
     kind      Megatron parameter                       split over tensor ranks
     whole     the tensor itself                        every rank has all of it
@@ -20,21 +20,15 @@ expert-parallel rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
+from slurm_rl.errors import ModelError
+from slurm_rl.models.families_table import FAMILIES, Names
+from slurm_rl.models.geometry import Geometry
 
-from slurm_rl.errors import ConfigError, ModelError
-from slurm_rl.train.families_table import FAMILIES, Names
-from slurm_rl.train.geometry import Geometry
-from slurm_rl.train.weights import WeightsLayout
-
-#: Reads rows (axis 0) or columns (axis 1) start:stop of a named Hugging Face tensor; the
-#: whole tensor if axis is None.
-Read = Callable[[str, int | None, int, int], torch.Tensor]
 Kind = Literal["whole", "columns", "rows", "vocab", "gate_up", "qkv"]
 Shape = tuple[int, ...]
 
@@ -202,67 +196,7 @@ def _shared_rules(geometry: Geometry, layer: _Layer, names: Names, *, width: int
         yield layer.rule(own + "gate_weight", "whole", gate)
 
 
-def check_layout(
-    geometry: Geometry,
-    *,
-    tp_size: int,
-    pp_size: int,
-    ep_size: int = 1,
-    expert_tp_size: int | None = None,
-    num_chunks: int = 1,
-) -> None:
-    """ConfigError unless the model can be split so: groups, widths, experts and layers evenly.
-
-    expert_tp_size: None is `tp_size`. num_chunks: parts of the model on each pipeline rank.
-    """
-    if geometry.moe is None and ep_size > 1:
-        raise ConfigError(
-            f"train.megatron.expert_model_parallel_size = {ep_size}, but the model has no experts",
-            hint="leave it out",
-        )
-    virtual = "pipeline_model_parallel_size × virtual_pipeline_model_parallel_size"
-    divisions = [
-        *_tensor_divisions(geometry, tp_size),
-        *_expert_divisions(geometry, ep_size, tp_size, expert_tp_size),
-        (geometry.num_layers, "num_hidden_layers", pp_size, "pipeline_model_parallel_size"),
-        (geometry.num_layers, "num_hidden_layers", pp_size * num_chunks, virtual),
-    ]
-    for value, what, size, key in divisions:
-        if value % size:
-            raise ConfigError(
-                f"train.megatron.{key} = {size} does not divide the model's {what} = {value}",
-                hint="choose a divisor",
-            )
-
-
-#: A number of the model's, what it is, what must divide it, and the setting of that.
-_Division = tuple[int, str, int, str]
-
-
-def _tensor_divisions(geometry: Geometry, size: int) -> Iterator[_Division]:
-    g, mla, key = geometry, geometry.mla, "tensor_model_parallel_size"
-    yield g.num_heads, "num_attention_heads", size, key
-    yield g.num_groups, "num_key_value_heads", size, key
-    yield g.ffn_hidden_size, "intermediate_size", size, key
-    if mla is not None:
-        yield mla.q_lora_rank or 0, "q_lora_rank", size, key
-        latent = mla.kv_lora_rank + mla.qk_rope_head_dim
-        yield latent, "kv_lora_rank + qk_rope_head_dim", size, key
-
-
-def _expert_divisions(
-    geometry: Geometry, ep_size: int, tp_size: int, expert_tp_size: int | None
-) -> Iterator[_Division]:
-    moe, key = geometry.moe, "tensor_model_parallel_size"
-    if moe is None:
-        return
-    yield moe.num_experts, "number of experts", ep_size, "expert_model_parallel_size"
-    own = key if expert_tp_size is None else "expert_tensor_parallel_size"
-    yield moe.expert_ffn_size, "experts' width", expert_tp_size or tp_size, own
-    yield moe.shared_ffn_size or 0, "shared experts' width", tp_size, key
-
-
-def check_tensors(geometry: Geometry, *, folder: Path, layout: WeightsLayout) -> None:
+def check_tensors(geometry: Geometry, *, folder: Path, shapes: Mapping[str, Shape]) -> None:
     """ModelError unless the files hold exactly the model's tensors, in the model's shapes.
 
     With tied embeddings a copy of them as `lm_head.weight` is accepted.
@@ -270,8 +204,8 @@ def check_tensors(geometry: Geometry, *, folder: Path, layout: WeightsLayout) ->
     wanted = hf_shapes(geometry)
     optional = {"lm_head.weight"} if geometry.tied else set()
     for what, names in (
-        ("is missing", wanted.keys() - layout.dtypes.keys()),
-        ("is not part of such a model", layout.dtypes.keys() - wanted.keys() - optional),
+        ("is missing", wanted.keys() - shapes.keys()),
+        ("is not part of such a model", shapes.keys() - wanted.keys() - optional),
     ):
         if names:
             raise ModelError(
@@ -279,7 +213,7 @@ def check_tensors(geometry: Geometry, *, folder: Path, layout: WeightsLayout) ->
                 hint=f"config.json says {geometry.family}, {geometry.num_layers} layers, "
                 f"embeddings {'tied' if geometry.tied else 'not tied'}",
             )
-    for name, shape in layout.shapes.items():
+    for name, shape in shapes.items():
         if name in wanted and shape != wanted[name]:
             raise ModelError(
                 f"{folder}: tensor {name} has shape {list(shape)}, but config.json makes it "
@@ -295,68 +229,3 @@ def hf_shapes(geometry: Geometry) -> dict[str, Shape]:
         for rule in list_rules(geometry)
         for name, shape in zip(rule.hf, rule.shapes, strict=True)
     }
-
-
-def read_shard(
-    rule: Rule, read: Read, *, geometry: Geometry, tp_rank: int, tp_size: int
-) -> torch.Tensor:
-    """What tensor rank `tp_rank` of `tp_size` holds of the parameter, in the files' dtype."""
-    if rule.kind == "whole":
-        return read(rule.hf[0], None, 0, 0)
-    if rule.kind == "vocab":
-        return _read_vocab(rule, read, geometry=geometry, tp_rank=tp_rank, tp_size=tp_size)
-
-    def part(name: str, axis: int, length: int, first: int = 0) -> torch.Tensor:
-        step = length // tp_size
-        return read(name, axis, first + tp_rank * step, first + (tp_rank + 1) * step)
-
-    if rule.kind == "columns":
-        return part(rule.hf[0], 1, rule.shapes[0][1])
-    if rule.kind == "gate_up" and len(rule.hf) == 1:
-        half = rule.shapes[0][0] // 2
-        return torch.cat([part(rule.hf[0], 0, half, first) for first in (0, half)])
-    parts = [part(name, 0, s[0]) for name, s in zip(rule.hf, rule.shapes, strict=True)]
-    if rule.kind == "qkv":
-        groups = geometry.num_groups // tp_size
-        blocks = [t.reshape(groups, -1, *t.shape[1:]) for t in parts]
-        return torch.cat(blocks, dim=1).reshape(-1, *parts[0].shape[1:])
-    return torch.cat(parts)
-
-
-def join_shards(
-    rule: Rule, shards: list[torch.Tensor], *, geometry: Geometry
-) -> dict[str, torch.Tensor]:
-    """Hugging Face tensors from the shards of all tensor ranks, in order; the inverse of
-    `read_shard`. Vocabulary padding is cut off."""
-    g = geometry
-    if rule.kind == "whole":
-        return {rule.hf[0]: shards[0]}
-    if rule.kind == "columns":
-        return {rule.hf[0]: torch.cat(shards, dim=1)}
-    if rule.kind == "gate_up":
-        pairs = [shard.chunk(2) for shard in shards]
-        halves = [torch.cat([pair[i] for pair in pairs]) for i in (0, 1)]
-        parts = halves if len(rule.hf) == 2 else [torch.cat(halves)]
-        return dict(zip(rule.hf, parts, strict=True))
-    full = torch.cat(shards)
-    if rule.kind == "qkv":
-        blocks = full.reshape(g.num_groups, -1, *full.shape[1:])
-        queries = g.num_heads // g.num_groups * g.head_dim
-        cut = blocks.split([queries, g.head_dim, g.head_dim], dim=1)
-        return {n: p.reshape(-1, *full.shape[1:]) for n, p in zip(rule.hf, cut, strict=True)}
-    return {rule.hf[0]: full[: rule.shapes[0][0]]}
-
-
-def _read_vocab(
-    rule: Rule, read: Read, *, geometry: Geometry, tp_rank: int, tp_size: int
-) -> torch.Tensor:
-    rows = geometry.padded_vocab(tp_size) // tp_size
-    start = min(tp_rank * rows, geometry.vocab_size)
-    stop = min(start + rows, geometry.vocab_size)
-    if start == stop:
-        # A rank that holds nothing but padding still needs the width and the dtype.
-        tensor = read(rule.hf[0], 0, 0, 1)[:0]
-    else:
-        tensor = read(rule.hf[0], 0, start, stop)
-    padding = tensor.new_zeros(rows - (stop - start), *tensor.shape[1:])
-    return torch.cat([tensor, padding])
