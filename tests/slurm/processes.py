@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,14 @@ class Process:
     def job(self) -> str:
         """Name of the job that a supervisor stands for: `… link RUN INTENT NAME …`."""
         return self.words[self.words.index("link") + 3]
+
+    def kill(self) -> bool:
+        """SIGKILL; whether it was still there."""
+        try:
+            os.kill(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        return True
 
 
 def find_supervisors(root: Path) -> list[Process]:

@@ -7,7 +7,6 @@ behind a failure are its retries.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,8 +52,7 @@ def test_twenty_iterations_from_one_submission(login_cluster: Cluster, tmp_path:
 
     # One more link is lost without a word, as with its node.
     wait_for(lambda: run.digests().get("000003/rollout.t0"), what="a rollout", timeout_s=60)
-    wait_for(lambda: find_supervisors(run.root), what="a job at work")
-    os.kill(find_supervisors(run.root)[0].pid, signal.SIGKILL)
+    wait_for(lambda: any(p.kill() for p in find_supervisors(run.root)), what="a job at work")
 
     wait_for(lambda: not login_cluster.job_names(), what="an end of the queue", timeout_s=180)
     done = [name for name in run.digests() if "train" in name]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from slurm.processes import Process, find_payloads, find_supervisors
+from slurm.processes import find_payloads, find_supervisors
 
 from faults.person import Person
 from faults.site import Job, Site
@@ -116,7 +114,7 @@ def kill_supervisor(person: Person, rng: random.Random) -> str | None:
     if not found:
         return None
     process = rng.choice(found)
-    return f"supervisor of {process.job}" if kill(process) else None
+    return f"supervisor of {process.job}" if process.kill() else None
 
 
 def kill_payload(person: Person, rng: random.Random) -> str | None:
@@ -124,16 +122,7 @@ def kill_payload(person: Person, rng: random.Random) -> str | None:
     if not found:
         return None
     process = rng.choice(found)
-    return f"program of {short(process.words[-1])}" if kill(process) else None
-
-
-def kill(process: Process) -> bool:
-    """SIGKILL; whether it was there."""
-    try:
-        os.kill(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return False
-    return True
+    return f"program of {short(process.words[-1])}" if process.kill() else None
 
 
 def stages_at_work(site: Site) -> set[str]:
@@ -183,7 +172,7 @@ def corrupt_uncommitted(person: Person, rng: random.Random) -> str | None:
     flip(path, rng)
     for process in payloads:
         if Path(process.words[-1]).parent == folder:
-            kill(process)
+            process.kill()
     return short(str(path)) + f"/{path.name}"
 
 
