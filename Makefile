@@ -13,7 +13,6 @@ TORCH ?= torch==2.13.0
 ORACLES := verl==0.9.1 trl==1.16.0 omegaconf==2.4.0 tensordict==0.15.3 pyvers==0.2.3 codetiming==1.4.0
 ORACLES_NEED := triton==3.6.0 ray==2.60.0 datasets==5.2.0 pandas==3.1.1
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-FAST := $(PYTEST) -q -m 'not slow and not exhaustive'
 ORACLES_PYTEST := OMP_NUM_THREADS=1 $(ORACLES_VENV)/bin/python -m pytest
 
 .PHONY: install demo test test-fast test-oracles test-exhaustive test-slurm chaos test-gpu lint format docs bench smollm2 sglang-cpu oracles clean
@@ -68,12 +67,8 @@ test: install sglang-cpu oracles lint ## everything, a real Slurm and a real SGL
 	cat .cache/test-chain.log .cache/test-slurm.log; exit $$failed
 
 test-fast: install ## under two minutes on two cores
-	@mkdir -p .cache
-	@$(FAST) tests/unit/rollout >.cache/fast-rollout.log 2>&1 & rollout=$$!; \
-	$(FAST) tests/chain tests/unit/storage >.cache/fast-chain.log 2>&1 & chain=$$!; \
-	$(FAST) tests/unit $(addprefix --ignore=tests/unit/,rollout storage); failed=$$?; \
-	wait $$chain || failed=1; wait $$rollout || failed=1; \
-	cat .cache/fast-chain.log .cache/fast-rollout.log; exit $$failed
+	@# Three at once: many of these tests wait for something.
+	$(PYTEST) -q -n 3 --dist worksteal tests/unit tests/chain -m 'not slow and not exhaustive'
 
 test-oracles: oracles ## every formula against verl and TRL; a minute
 	$(ORACLES_PYTEST) -q tests/oracles

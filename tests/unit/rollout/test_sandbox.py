@@ -215,6 +215,7 @@ def test_the_root_shows_nothing_else() -> None:
     assert "passwd" not in run("import os; print(*os.listdir('/etc'))").stdout
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_the_jail_itself_carries_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a namespace of processes a program of the same user could read them there."""
@@ -419,6 +420,7 @@ def test_cancelling_ends_the_run() -> None:
     assert time.monotonic() - began < 19, "its limit is twenty seconds"
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_the_death_of_the_caller_ends_the_run(tmp_path: Path) -> None:
     code = (

@@ -110,6 +110,7 @@ def rewards_of(order: Order) -> np.ndarray:
     return read_samples([Path(order.attempt_dir) / "samples.safetensors"]).rewards
 
 
+@pytest.mark.slow
 def test_an_outage_leaves_samples_ungraded_and_the_score_stage_grades_them(
     prompts, service, graded_by_service, make_order, tmp_path
 ):
@@ -220,6 +221,7 @@ def test_a_prompt_that_fills_the_context_is_an_error_not_a_gap(evaluated, make_o
         run_eval(make_order(kind="eval-sums"), settings)
 
 
+@pytest.mark.slow
 def test_an_evaluation_waits_for_its_service_too(
     prompts, service, graded_by_service, make_order, tmp_path
 ):

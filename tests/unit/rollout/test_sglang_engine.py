@@ -295,6 +295,7 @@ def start_and_keep(engine: SglangEngine, kept: list[Any]) -> None:
         kept += [server.process for server in servers]
 
 
+@pytest.mark.slow
 def test_one_that_is_never_healthy_is_given_up_with_its_last_words(
     make: Make, weights: Weights
 ) -> None:
@@ -373,6 +374,7 @@ def test_a_request_that_takes_too_long_everywhere_is_the_end(make: Make) -> None
     assert engine.metrics()["engine/servers_lost"] <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(
     "fault", [{"fail_after": 1}, {"reset_after": 1}, {"reset_after": 1, "truncate": True}]

@@ -137,6 +137,7 @@ def test_a_leader_that_starts_again_elsewhere_is_followed(
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_leader_that_falls_silent_ends_the_follower(
     options: SglangOptions, weights: Weights, tmp_path: Path
 ) -> None:

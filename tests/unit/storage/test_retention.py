@@ -94,7 +94,7 @@ def test_initial_weights_and_results_never_go(item: Item, rules: Retention, scen
     item = dataclasses.replace(item, attempt="", is_pruned=False)
     if decide(item, rules, scene).act in DOING:
         assert item.slot.kind in ("rollout", "reference", "critic", "train")
-        assert item.slot.kind in ("critic", "train") or not rules.keep_samples
+        assert item.slot.kind != "rollout" or not rules.keep_samples
     for kind in KINDS:  # where every other rule would let them
         item = Item(Slot(0, kind, 0), tombstone=item.tombstone)
         scene = Scene(head=100, needed=frozenset(), now=scene.now)

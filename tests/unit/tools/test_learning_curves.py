@@ -165,6 +165,7 @@ def test_every_run_of_the_page_reached_the_target_in_its_budget() -> None:
             assert len(found["rewards"]) - 1 <= ALGORITHMS[name].budget, name
 
 
+@pytest.mark.slow
 def test_the_same_curves_give_the_same_plot(tmp_path: Path) -> None:
     known = complete()
     del known["pg"]  # a panel without curves

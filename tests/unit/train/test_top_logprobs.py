@@ -1,5 +1,6 @@
 """A teacher's likeliest tokens, and a student's log-probs of them: on one rank, and on two."""
 
+import pytest
 import torch
 import torch.multiprocessing as mp
 from hypothesis import given
@@ -62,6 +63,7 @@ def _on_a_rank(rank, store, out):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_tensor_ranks_find_the_same(tmp_path):
     mp.spawn(_on_a_rank, (str(tmp_path / "store"), str(tmp_path / "out")), nprocs=2)
     logits = made(3).requires_grad_()

@@ -343,6 +343,7 @@ HANGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", [pytest.param(body, id=name) for name, body in HANGS.items()])
 def test_a_function_that_hangs_has_a_deadline(run, make_group, body: str) -> None:  # type: ignore[no-untyped-def]
     text = f"import asyncio, time\n\nasync def generate(args, sample, sampling_params):\n{body}\n"
@@ -376,6 +377,7 @@ def test_a_plain_function_may_give_a_sample_or_a_coroutine(run) -> None:  # type
     assert {sample.status for sample in run(plain)} == {"failed"}
 
 
+@pytest.mark.slow
 def test_the_engines_time_is_not_the_functions(run) -> None:  # type: ignore[no-untyped-def]
     """Neither of one answer nor of several at once; all that lies between them is counted."""
 
