@@ -35,19 +35,27 @@ def resume_run(path: Path, *, wait: bool) -> None:
     if look(opened.chain).is_complete:
         say(f"{root}: complete; nothing to do")
         return
-    outcome = advance(opened.chain)
+    if not wait:
+        _move_on(opened, is_alone=True)
+        return
+    from slurm_rl.cli.watch import attended, watch
+
+    with attended(opened):
+        _move_on(opened, is_alone=False)
+        watch(opened)
+
+
+def _move_on(opened: OpenRun, *, is_alone: bool) -> None:
+    """is_alone: nobody watches it afterwards, so that it must be moving now, or NothingDone."""
+    root, outcome = opened.run.root, advance(opened.chain)
     report(opened, outcome)
     queue = look(opened.chain).queue or ()
     live = [job for job in queue if job.state.is_live and not is_tick(job.name)]
-    if not outcome.job_ids and not live and not wait:
+    if not outcome.job_ids and not live and is_alone:
         why = "; ".join(outcome.plan.waiting) or "no reason known"
         raise NothingDone(f"{root}: nothing was submitted: {why}", hint=f"`slurm-rl status {root}`")
     if not outcome.job_ids and live:
         say(f"{root}: {len(live)} job(s) of it are in the queue already")
-    if wait:
-        from slurm_rl.cli.watch import watch
-
-        watch(opened)
 
 
 def forgive(opened: OpenRun) -> None:

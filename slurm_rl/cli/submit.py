@@ -58,15 +58,21 @@ def submit_run(config: Path, overrides: list[str], *, wait: bool) -> None:
     if control.paused is not None:
         raise NothingDone(f"{root}: paused", hint=f"`slurm-rl resume {root}` continues it")
     check_owner(opened.run, opened.identity, control)
-    outcome = advance(opened.chain)
-    say(f"{'made' if is_new else 'continuing'} run {root}")
-    report(opened, outcome)
-    if wait:
-        from slurm_rl.cli.watch import watch
-
-        watch(opened)
-    else:
+    if not wait:
+        _move_on(opened, is_new=is_new)
         say(f"watch it with: slurm-rl status {root}")
+        return
+    from slurm_rl.cli.watch import attended, watch
+
+    with attended(opened):
+        _move_on(opened, is_new=is_new)
+        watch(opened)
+
+
+def _move_on(opened: OpenRun, *, is_new: bool) -> None:
+    outcome = advance(opened.chain)
+    say(f"{'made' if is_new else 'continuing'} run {opened.run.root}")
+    report(opened, outcome)
 
 
 def report(opened: OpenRun, outcome: Outcome) -> None:

@@ -6,6 +6,7 @@ the processes on Ctrl-C; a Slurm run goes on without it.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,15 +35,20 @@ _GC_S = 60.0
 
 
 def watch_run(path: Path) -> None:
-    watch(find_run(path))
+    opened = find_run(path)
+    with attended(opened):
+        watch(opened)
 
 
-def watch(opened: OpenRun) -> None:
-    """Show commits as they come. Raises Halted or NothingDone if the run stops short."""
-    began = time.monotonic()
+@contextlib.contextmanager
+def attended(opened: OpenRun) -> Iterator[None]:
+    """While a person waits, Ctrl-C stops the processes of a local run, and leaves a Slurm run alone.
+
+    From the first job on: without its person a run goes on by itself.
+    """
     root = opened.run.root
     try:
-        num_stages, num_new = _follow(opened)
+        yield
     except KeyboardInterrupt:
         if opened.settings.launcher == "local":
             stop_jobs(opened, "interrupted")
@@ -50,6 +56,12 @@ def watch(opened: OpenRun) -> None:
         else:
             say(f"\nno longer watching; the jobs go on. Look with: slurm-rl status {root}")
         raise
+
+
+def watch(opened: OpenRun) -> None:
+    """Show commits as they come. Raises Halted or NothingDone if the run stops short."""
+    began = time.monotonic()
+    num_stages, num_new = _follow(opened)
     took = format_seconds(time.monotonic() - began)
     part = f", the last {num_new}" if num_new < num_stages else ""
     say(f"complete: {num_stages} stages" + (f"{part} in {took}" if num_new else ""))

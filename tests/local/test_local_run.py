@@ -74,11 +74,13 @@ def test_kills_at_any_time_leave_the_same_history(
     assert claims, "no stage was interrupted in the middle"
 
 
+@pytest.mark.parametrize("moment", ["scheduler/*", "iterations/000000/rollout.t0/claim.0001"])
 def test_ctrl_c_stops_the_processes_and_resume_goes_on(
-    toy_run: ToyRun, undisturbed: dict[str, str]
+    toy_run: ToyRun, undisturbed: dict[str, str], moment: str
 ) -> None:
+    """At any time from the first job on, whether it is watched already or not."""
     watcher = toy_run.start("submit", str(toy_run.config), "--wait", TOY_SECOND="0.2")
-    wait_until(lambda: (toy_run.root / "iterations/000000/rollout.t0/claim.0001").exists())
+    wait_until(lambda: any(toy_run.root.glob(moment)))
     watcher.send_signal(signal.SIGINT)
     out, _ = watcher.communicate(timeout=60)
     assert watcher.returncode == 130 and "Continue with: slurm-rl resume" in out
