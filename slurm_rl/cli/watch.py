@@ -42,7 +42,7 @@ def watch_run(path: Path) -> None:
 
 @contextlib.contextmanager
 def attended(opened: OpenRun) -> Iterator[None]:
-    """While a person waits, Ctrl-C stops the processes of a local run, and leaves a Slurm run alone.
+    """While a person waits, Ctrl-C stops a local run's processes, and leaves a Slurm run alone.
 
     From the first job on: without its person a run goes on by itself.
     """

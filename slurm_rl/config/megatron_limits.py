@@ -122,13 +122,14 @@ _DECAY, _SHARE = Range(least=0, below=1), Range(least=0, most=1)
 MEGATRON_RANGES: Mapping[str, Range] = {
     **dict.fromkeys("adam_beta1 adam_beta2 muon_momentum".split(), _DECAY),
     **dict.fromkeys(
-        "lr decoupled_lr adam_eps loss_scale muon_extra_scale_factor"
-        " activation_func_clamp_value".split(),
+        "adam_eps loss_scale muon_extra_scale_factor activation_func_clamp_value".split(),
         _ABOVE_0,
     ),
     **dict.fromkeys(
-        "min_lr decoupled_min_lr lr_warmup_init weight_decay start_weight_decay end_weight_decay"
-        " clip_grad cpu_offloading_num_layers min_offloaded_tensor_size cuda_graph_warmup_steps"
+        # With a rate of 0 everything is computed and nothing learnt: people look for faults so.
+        "lr decoupled_lr min_lr decoupled_min_lr lr_warmup_init"
+        " weight_decay start_weight_decay end_weight_decay clip_grad"
+        " cpu_offloading_num_layers min_offloaded_tensor_size cuda_graph_warmup_steps"
         " num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 wgrad_deferral_limit fp8_margin"
         " num_microbatches_with_partial_activation_checkpoints".split(),
         _NOT_NEGATIVE,

@@ -77,7 +77,7 @@ def test_defaults_are_in_their_range(name: str) -> None:
         ({"adam_beta1": 1.5}, "train.megatron.adam_beta1 = 1.5 must be below 1; lower it"),
         ({"adam_beta2": 1.0}, "train.megatron.adam_beta2 = 1.0 must be below 1; lower it"),
         ({"clip_grad": -1.0}, "train.megatron.clip_grad = -1.0 must be at least 0; raise it"),
-        ({"lr": 0}, "train.megatron.lr = 0 must be above 0; raise it"),
+        ({"lr": -1e-6}, "train.megatron.lr = -1e-06 must be at least 0; raise it"),
         ({"adam_eps": 0.0}, "train.megatron.adam_eps = 0.0 must be above 0; raise it"),
         ({"optimizer_offload_fraction": 1.5}, "train.megatron.optimizer_offload_fraction = 1.5 must be at most 1; lower it"),
         ({"context_parallel_size": 0}, "train.megatron.context_parallel_size = 0 must be at least 1; raise it"),
@@ -118,7 +118,7 @@ def test_what_is_taken_is_taken_by_torchs_adam(
         torch.optim.AdamW(
             [torch.nn.Parameter(torch.zeros(1))], lr=lr, betas=betas, eps=eps, weight_decay=decay
         )
-        is_taken = lr > 0 and eps > 0  # 0 of either would do nothing, or divide by 0
+        is_taken = eps > 0  # 0 of it would divide by 0
     except ValueError:
         is_taken = False
     assert (not check_megatron(options)) == is_taken
