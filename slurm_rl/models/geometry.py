@@ -210,23 +210,27 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 def parse_model_config(config: dict[str, Any], *, where: str) -> Geometry:
     """The geometry in a `config.json`; `where` names the file in errors (ModelError)."""
     name = config.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ModelError(
             f"{where}: model_type {name!r} is not supported",
             hint=f"supported are {', '.join(sorted(FAMILIES))}",
         )
-    family = FAMILIES[name]
+    try:
+        return _parse(config, FAMILIES[name], where=where)
+    except KeyError as error:
+        raise ModelError(f"{where}: {error.args[0]} is missing") from error
+    except (TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError) as error:
+        raise ModelError(f"{where}: a value in it is none of its kind ({error})") from error
+
+
+def _parse(config: dict[str, Any], family: Family, *, where: str) -> Geometry:
+    """May raise whatever a value of another kind than its key's makes Python raise."""
     _refuse_variations(config, family, where=where)
     unsaid = {k: v for k, v in family.defaults.items() if config.get(k) is None}
     config = {**config, **unsaid}
     if problem := problem_of_numbers(config):
         raise ModelError(f"{where}: {problem}")
-    try:
-        geometry = _geometry(config, family, where=where)
-    except KeyError as error:
-        raise ModelError(f"{where}: {error.args[0]} is missing") from error
-    except (TypeError, ValueError) as error:
-        raise ModelError(f"{where}: a size in it is no number ({error})") from error
+    geometry = _geometry(config, family, where=where)
     problem = (
         family.check(config)
         or _problem_of_experts(geometry.moe)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from slurm_rl.models.headers import DTYPES
+
 if TYPE_CHECKING:
     from slurm_rl.models.geometry import Geometry
 
@@ -58,6 +60,8 @@ def problem_of_shape(geometry: Geometry, *, has_head_dim: bool) -> str:
 
 def _contradictions(geometry: Geometry, *, has_head_dim: bool) -> Iterator[str]:
     g, moe, mla = geometry, geometry.moe, geometry.mla
+    if g.dtype not in DTYPES.values():
+        yield f"dtype = {g.dtype!r} is not supported; only {', '.join(DTYPES.values())} are"
     if g.num_heads % g.num_groups:
         groups = f"num_key_value_heads = {g.num_groups}"
         yield f"num_attention_heads = {g.num_heads} is no multiple of {groups}"

@@ -1,14 +1,18 @@
 """What a config.json is taken for, and what is refused by name."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slurm_rl.errors import ModelError
+from slurm_rl.models.families_table import FAMILIES
 from slurm_rl.models.geometry import (
     MODEL_FIELDS,
     megatron_fields,
     parse_model_config,
     read_geometry,
 )
+from slurm_rl.models.tensors import list_rules
 
 LLAMA = {
     "model_type": "llama",
@@ -265,6 +269,7 @@ SPARSE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
         ({"head_dim": 15}, "15 numbers of each head are rotated"),
         ({"model_type": "glm4", "head_dim": 2}, "1 numbers of each head are rotated"),
         (SPARSE | {"num_experts_per_tok": 5}, "num_experts_per_tok = 5 is more than the 4 experts"),
+        ({"dtype": "int3"}, "dtype = 'int3' is not supported; only float64, float32"),
         (SPARSE | {"num_experts": 0}, "num_experts = 0 is no whole"),
     ],
 )
@@ -277,3 +282,28 @@ def test_sizes_that_only_look_odd_are_accepted():
     assert parse(hidden_size=60, head_dim=16).head_dim == 16
     assert parse(head_dim=None).head_dim == 8
     assert parse(**SPARSE).moe.top_k == 2
+
+
+KINDS = st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.text(max_size=2)
+VALUES = st.recursive(KINDS, lambda v: st.lists(v, max_size=2) | st.dictionaries(st.text(), v))
+#: Every key that some family's config is asked for.
+ASKED = sorted(
+    {*LLAMA, *DEEPSEEK, *MOE, *YARN}
+    | {key for family in FAMILIES.values() for key in (*family.defaults, *family.must_be)}
+    | {"architectures", "id2label", "num_labels", "layer_types", "rope_parameters", "dtype"}
+    | {"torch_dtype", "mlp_only_layers", "decoder_sparse_step", "max_position_embeddings"}
+)
+
+
+@given(
+    st.sampled_from([{}, {"model_type": "glm4"}, SPARSE, DEEPSEEK]),
+    st.dictionaries(st.sampled_from(ASKED), VALUES, min_size=1, max_size=2),
+)
+def test_whatever_stands_in_a_config_is_a_shape_or_one_line(base, changes):
+    try:
+        geometry = parse_model_config(LLAMA | base | changes, where="x")
+    except ModelError as error:
+        assert str(error).startswith("x: ") and "\n" not in str(error)
+    else:
+        assert geometry.head_dim >= 1 and geometry.num_heads % geometry.num_groups == 0
+        assert list(list_rules(geometry))
