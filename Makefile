@@ -51,7 +51,10 @@ test: install sglang-cpu oracles lint ## everything, a real Slurm and a real SGL
 	# Parity has a process of its own, which makes a hundred trainers one after the other. What those
 	# in the background print is shown after the others'.
 	@mkdir -p .cache
-	@$(PYTEST) -q tests/slurm --durations=15 >.cache/test-slurm.log 2>&1 & slurm=$$!; \
+	@( failed=0; \
+	  $(PYTEST) -q tests/slurm --durations=15 || failed=1; \
+	  $(PYTEST) -q tests/unit -m 'not exhaustive' --durations=15 || failed=1; \
+	  exit $$failed ) >.cache/test-slurm.log 2>&1 & slurm=$$!; \
 	( failed=0; \
 	  $(PYTEST) -q tests/chain -m 'not exhaustive' --durations=15 || failed=1; \
 	  $(PYTEST) -q tests/parity --durations=15 || failed=1; \
@@ -60,7 +63,7 @@ test: install sglang-cpu oracles lint ## everything, a real Slurm and a real SGL
 	  exit $$failed ) >.cache/test-chain.log 2>&1 & chain=$$!; \
 	failed=0; \
 	$(PYTEST) -q tests -m 'not exhaustive' --durations=15 \
-	  $(addprefix --ignore=tests/,chain equality gpu oracles parity slurm) || failed=1; \
+	  $(addprefix --ignore=tests/,chain equality gpu oracles parity slurm unit) || failed=1; \
 	wait $$chain || failed=1; wait $$slurm || failed=1; \
 	cat .cache/test-chain.log .cache/test-slurm.log; exit $$failed
 
