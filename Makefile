@@ -47,25 +47,24 @@ demo: install ## a whole run on this machine, no GPU and no Slurm
 	$(BIN)/slurm-rl submit configs/quickstart.yaml --wait
 
 test: install sglang-cpu oracles lint ## everything, a real Slurm and a real SGLang included
-	# Three at once on two cores, of about the same length: a real Slurm's tests mostly wait for it.
-	# Parity has a process of its own, which makes a hundred trainers one after the other. What those
-	# in the background print is shown after the others'.
+	# Four at once on two cores: those of a real Slurm and of local runs mostly wait. Parity has a
+	# process of its own, which makes a hundred trainers one after the other. What those in the
+	# background print is shown after the others'.
 	@mkdir -p .cache
-	@( failed=0; \
-	  $(PYTEST) -q tests/slurm --durations=15 || failed=1; \
-	  $(PYTEST) -q tests/unit -m 'not exhaustive' --durations=15 || failed=1; \
-	  exit $$failed ) >.cache/test-slurm.log 2>&1 & slurm=$$!; \
+	@$(PYTEST) -q tests/slurm --durations=15 >.cache/test-slurm.log 2>&1 & slurm=$$!; \
 	( failed=0; \
 	  $(PYTEST) -q tests/chain -m 'not exhaustive' --durations=15 || failed=1; \
 	  $(PYTEST) -q tests/parity --durations=15 || failed=1; \
 	  $(ORACLES_PYTEST) -q tests/oracles || failed=1; \
 	  $(PYTEST) -q tests/equality --durations=15 || failed=1; \
 	  exit $$failed ) >.cache/test-chain.log 2>&1 & chain=$$!; \
+	$(PYTEST) -q tests/local tests/unit -m 'not exhaustive' --durations=15 \
+	  >.cache/test-local.log 2>&1 & local=$$!; \
 	failed=0; \
 	$(PYTEST) -q tests -m 'not exhaustive' --durations=15 \
-	  $(addprefix --ignore=tests/,chain equality gpu oracles parity slurm unit) || failed=1; \
-	wait $$chain || failed=1; wait $$slurm || failed=1; \
-	cat .cache/test-chain.log .cache/test-slurm.log; exit $$failed
+	  $(addprefix --ignore=tests/,chain equality gpu local oracles parity slurm unit) || failed=1; \
+	wait $$chain || failed=1; wait $$local || failed=1; wait $$slurm || failed=1; \
+	cat .cache/test-chain.log .cache/test-local.log .cache/test-slurm.log; exit $$failed
 
 test-fast: install ## under two minutes on two cores
 	@# Three at once: many of these tests wait for something.
