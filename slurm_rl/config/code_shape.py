@@ -11,7 +11,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 #: By these a module may define names that its text does not show.
-_HIDING = {"globals", "locals", "vars", "exec", "modules"}
+_HIDING = {"globals", "locals", "vars", "exec", "modules", "setattr", "__import__"}
+_HIDING |= {"import_module", "__dict__"}
 #: What has a scope of its own, so that its names are not the module's.
 _SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 #: Values that nobody can call, as they are written.
@@ -79,6 +80,8 @@ def _bound_by(node: ast.AST) -> list[str]:
         return [node.id]
     if isinstance(node, (ast.MatchAs, ast.MatchStar)) and node.name is not None:
         return [node.name]
+    if isinstance(node, ast.MatchMapping) and node.rest is not None:
+        return [node.rest]
     return []
 
 

@@ -200,7 +200,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{path}: there is no such file") from error
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not JSON ({error})") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path}: not an object, but a {type(config).__name__}")

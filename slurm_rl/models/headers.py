@@ -7,6 +7,7 @@ sizes is one ModelError that names the file. No torch is needed: login nodes rea
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 #: safetensors' names of the types that weights may have -> torch's.
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 #: A header larger than this is damage, not a model.
 _MAX_HEADER_BYTES = 100 << 20
 
@@ -54,15 +56,14 @@ def read_headers(folder: Path) -> Headers:
     index = folder / INDEX
     text = _read_text(index)
     homes = {} if text is None else _weight_map(index, text)
-    files, metadata = {}, {}
+    files: dict[str, dict[str, Stored]] = {}
+    metadata: dict[str, dict[str, str]] = {}
     for name in [SINGLE] if text is None else sorted(set(homes.values())):
-        header = _read_header(folder / name)
-        metadata[name] = header.pop("__metadata__", None) or {}
-        files[name] = {t: _stored(folder / name, t, entry) for t, entry in header.items()}
+        files[name], metadata[name] = _read_header(folder / name)
     headers = Headers(files, metadata, text)
-    missing = sorted(homes.keys() - headers.shapes.keys())
-    if missing:
-        raise ModelError(f"{index}: its files do not hold {missing[0]}")
+    for tensor, name in homes.items():
+        if tensor not in files[name]:
+            raise ModelError(f"{index}: {name} does not hold {tensor}")
     return headers
 
 
@@ -79,21 +80,15 @@ def _weight_map(index: Path, text: str) -> dict[str, str]:
     try:
         mapping = json.loads(text)["weight_map"]
         names = set(mapping.values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{index}: not an index of safetensors ({error})") from error
     if not names or not all(isinstance(name, str) for name in names):
         raise ModelError(f"{index}: not an index of safetensors (it names no files)")
     return dict(mapping)
 
 
-def _stored(path: Path, tensor: str, entry: Any) -> Stored:
-    if entry["dtype"] not in DTYPES:
-        raise ModelError(f"{path}: {tensor} has dtype {entry['dtype']}")
-    return Stored(DTYPES[entry["dtype"]], tuple(entry["shape"]))
-
-
-def _read_header(path: Path) -> dict[str, Any]:
-    """The JSON header of a safetensors file, with the file's size checked against it."""
+def _read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+    """Tensors and metadata of a file, with its size checked against them."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -101,20 +96,40 @@ def _read_header(path: Path) -> dict[str, Any]:
             if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
                 raise ModelError(f"{path}: truncated: the header does not fit into {size} bytes")
             header: dict[str, Any] = json.loads(file.read(length))
-        tables = [entry for name, entry in header.items() if name != "__metadata__"]
-        ends = [entry["data_offsets"][1] for entry in tables]
-        if any(not isinstance(entry["shape"], list) or "dtype" not in entry for entry in tables):
-            raise ValueError("a tensor without type or shape")
+        metadata = dict(header.pop("__metadata__", None) or {})
+        stored = {name: _stored(name, entry) for name, entry in header.items()}
+        end = _end_of(header, stored)
     except FileNotFoundError as error:
         raise ModelError(f"{path}: there is no such file") from error
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path}: not a safetensors file ({error})") from error
-    expected = 8 + length + max(ends, default=0)
-    if size != expected:
+    if size != 8 + length + end:
         raise ModelError(
-            f"{path}: {size} bytes, but its header promises {expected}",
+            f"{path}: {size} bytes, but its header promises {8 + length + end}",
             hint="the file is truncated or damaged: copy it again",
         )
-    return header
+    return stored, metadata
+
+
+def _stored(tensor: str, entry: Any) -> Stored:
+    """Raises ValueError, KeyError or TypeError for what is no entry of a header."""
+    dtype, shape = entry["dtype"], entry["shape"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"{tensor} has dtype {dtype}, and {', '.join(DTYPES)} are known")
+    if any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError(f"{tensor} has shape {shape}")
+    return Stored(DTYPES[dtype], tuple(shape))
+
+
+def _end_of(header: dict[str, Any], stored: dict[str, Stored]) -> int:
+    """Bytes of all tensors, which lie one after the other. Raises ValueError if they do not."""
+    spans = sorted((*header[name]["data_offsets"], name) for name in stored)
+    end = 0
+    for start, stop, name in spans:
+        size = math.prod(stored[name].shape) * _BYTES[stored[name].dtype]
+        if (start, stop) != (end, end + size):
+            raise ValueError(f"{name} lies from {start} to {stop}, where {end} to {end + size} is")
+        end = stop
+    return end

@@ -33,12 +33,17 @@ _AT_LEAST_ONE = (
     "qk_rope_head_dim",
     "v_head_dim",
 )
+#: Those of them that every family needs.
+_REQUIRED = (*_AT_LEAST_ONE[:4], "vocab_size")
 #: Numbers above zero.
 _ABOVE_ZERO = ("rms_norm_eps", "rope_theta", "partial_rotary_factor")
 
 
 def problem_of_numbers(config: Mapping[str, Any]) -> str:
     """What is wrong with a number of a config by itself; "" if nothing."""
+    for key in _REQUIRED:
+        if key in config and config[key] is None:
+            return f"{key} = null is no whole number of at least 1"
     for key in _AT_LEAST_ONE:
         value = config.get(key)
         if value is not None and not (type(value) is int and value >= 1):

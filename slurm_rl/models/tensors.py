@@ -32,6 +32,8 @@ from slurm_rl.models.geometry import Geometry
 Kind = Literal["whole", "columns", "rows", "vocab", "gate_up", "qkv"]
 Shape = tuple[int, ...]
 
+#: Families whose checkpoints come with a layer beyond the last one, to predict several tokens.
+_PREDICTING = ("deepseek_v3", "glm4_moe")
 #: What TransformerEngine's spec, which fuses a norm with the linear layer after it and the experts
 #: with each other, calls a layer's parameters.
 _TE_NAMES = {
@@ -203,6 +205,13 @@ def check_tensors(geometry: Geometry, *, folder: Path, shapes: Mapping[str, Shap
     """
     wanted = hf_shapes(geometry)
     optional = {"lm_head.weight"} if geometry.tied else set()
+    beyond = f"model.layers.{geometry.num_layers}."
+    if geometry.family in _PREDICTING and any(name.startswith(beyond) for name in shapes):
+        raise ModelError(
+            f"{folder}: tensors {beyond}* are of a layer for multi-token prediction, which is not "
+            "supported",
+            hint="take them, and num_nextn_predict_layers in config.json, out of a copy",
+        )
     for what, names in (
         ("is missing", wanted.keys() - shapes.keys()),
         ("is not part of such a model", shapes.keys() - wanted.keys() - optional),

@@ -39,7 +39,7 @@ SLURM = {"launcher": "slurm"}
         ({"train__use_kl_loss": True}, "train.use_kl_loss = true has no effect with kl_loss_coef = 0; raise kl_loss_coef, or set use_kl_loss: false"),
         ({"train__kl_loss_coef": 0.1}, "train.kl_loss_coef = 0.1 has no effect without use_kl_loss; set use_kl_loss: true, or take it out"),
         ({"train__megatron": {}}, "train.megatron.lr is missing; add the learning rate, as 1.0e-6"),
-        ({"train__megatron__lr": 0}, "train.megatron.lr = 0 must be above 0; raise it"),
+        ({"train__megatron__lr": -1}, "train.megatron.lr = -1 must be at least 0; raise it"),
         ({"train__megatron__lr_decay_style": "cosine"}, "train.lr_decay_iters is missing, and lr_decay_style: cosine needs a horizon; add it: optimizer steps until min_lr, kept when the run is extended"),
         ({"train__lr_decay_iters": 5, "train__lr_warmup_iters": 5}, "train.lr_warmup_iters = 5 is not below lr_decay_iters = 5; lower it"),
         ({"train__megatron__tensor_model_parallel_size": 0}, "train.megatron.tensor_model_parallel_size = 0 must be at least 1; raise it"),

@@ -294,11 +294,13 @@ def test_names_inside_of_functions_are_not_the_modules() -> None:
     assert names_in(text) == {"f", "C"}
     text = b"try:\n    import x.y\nexcept E:\n    x = None\nfor a, (*b, c) in d:\n    with e as f: pass\n"
     assert names_in(text) == {"x", "a", "b", "c", "f"}
+    assert names_in(b"match m:\n    case {'a': b, **f}: pass") == {"b", "f"}
     assert names_in(b"def f():\n    global made\n    made = 1\n") == {"f", "made"}
     for unknown in (
         b"from a import *",
         b"globals()['f'] = 1",
         b"def __getattr__(n): ...",
+        b"setattr(__import__(__name__), 'f', max)",
         b"\x00(",
     ):
         assert top_definitions(unknown) is None

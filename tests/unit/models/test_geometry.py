@@ -262,6 +262,7 @@ SPARSE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
         ({"hidden_size": 64.5}, r"hidden_size = 64.5 is no whole"),
         ({"hidden_size": "64"}, "hidden_size = '64' is no whole"),
         ({"vocab_size": True}, "vocab_size = True is no whole"),
+        ({"num_hidden_layers": None}, "num_hidden_layers = null is no whole"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0 is no whole"),
         ({"rms_norm_eps": 0}, "rms_norm_eps = 0 is no number above 0"),
         ({"num_key_value_heads": 3}, "num_attention_heads = 8 is no multiple of num_key_value_"),

@@ -286,3 +286,10 @@ def test_a_tensor_of_another_shape_is_refused_with_both(tmp_path):
     shapes["model.norm.weight"] = (13,)
     with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \[13\].* it \[12\]"):
         check_tensors(g, folder=tmp_path, shapes=shapes)
+
+
+def test_a_layer_for_several_tokens_is_named(tmp_path):
+    g = geometry_of("glm4_moe", **OTHERS["glm4_moe"])
+    shapes = named_by_the_table(g) | {"model.layers.2.eh_proj.weight": (12, 24)}
+    with pytest.raises(ModelError, match=r"model\.layers\.2\.\* are of a layer for multi-token"):
+        check_tensors(g, folder=tmp_path, shapes=shapes)
