@@ -15,7 +15,7 @@ from typing import Any
 from slurm_rl.config.data_checks import data_uses
 from slurm_rl.config.problems import Path, Problem
 from slurm_rl.config.routing_checks import check_dense_layers, check_experts
-from slurm_rl.config.schema import SPECIAL_TOKENS, InitModel, Settings
+from slurm_rl.config.schema import InitModel, Settings
 
 Problems = Iterator[Problem]
 
@@ -36,18 +36,15 @@ def check_model(settings: Settings) -> Problems:
         yield from _check_served(File(server.hf_checkpoint))
     yield from _check_others(settings)
     if settings.init_model is not None:
-        config = settings.init_model.config
+        config = settings.init_model.sized_config
         yield from _check_made(settings.init_model)
-        default = len(settings.init_model.characters) + len(SPECIAL_TOKENS)
-        vocab_size = config.get("vocab_size", default)
     elif settings.hf_checkpoint is not None:
         folder = File(settings.hf_checkpoint)
         missing = list(_check_trained(folder))
         yield from missing
         if missing:
             return
-        config = _read_json(folder / "config.json")
-        vocab_size = config.get("vocab_size")
+        config = read_json(folder / "config.json")
         yield from _check_template(settings, folder)
     else:
         return
@@ -57,7 +54,7 @@ def check_model(settings: Settings) -> Problems:
         at: Path = ("hf_checkpoint",) if settings.init_model is None else ("init_model", "config")
         yield Problem(at, f"has a size that is no number ({error})", "mend it")
     yield from _check_context(settings, config.get("max_position_embeddings"))
-    yield from _check_stop_tokens(settings, vocab_size)
+    yield from _check_stop_tokens(settings, config.get("vocab_size"))
 
 
 def _check_others(settings: Settings) -> Problems:
@@ -109,7 +106,7 @@ def _check_made(model: InitModel) -> Problems:
             break
     if "model_type" not in model.config:
         yield Problem(("init_model", "config", "model_type"), "is missing", "add it, as llama")
-    size, least = model.config.get("vocab_size"), len(model.characters) + len(SPECIAL_TOKENS)
+    size, least = model.config.get("vocab_size"), model.num_tokens
     if isinstance(size, int) and size < least:
         rule = f"is less than the tokenizer's {least} (characters and three special tokens)"
         yield Problem(("init_model", "config", "vocab_size"), rule, "leave it out", size)
@@ -117,7 +114,7 @@ def _check_made(model: InitModel) -> Problems:
 
 def _check_template(settings: Settings, folder: File) -> Problems:
     """A template that is asked for must be there, where the tokenizer's files say that."""
-    config = _read_json(folder / "tokenizer_config.json")
+    config = read_json(folder / "tokenizer_config.json")
     has_own = "chat_template" in settings.rollout.apply_chat_template_kwargs
     if not config or config.get("chat_template") or has_own:
         return
@@ -157,10 +154,10 @@ def _check_stop_tokens(settings: Settings, vocab_size: Any) -> Problems:
             yield Problem(at, rule, "mend it, or take it out", token)
 
 
-def _read_json(path: File) -> dict[str, Any]:
+def read_json(path: File) -> dict[str, Any]:
     """What a file says; nothing where it is not there or is none of ours to judge."""
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

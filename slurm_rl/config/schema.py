@@ -104,6 +104,16 @@ class InitModel(Section):
         description="The tokenizer's alphabet: one token a character, then pad, eos and bos."
     )
 
+    @property
+    def num_tokens(self) -> int:
+        """Of the tokenizer: the characters and the special ones."""
+        return len(self.characters) + len(SPECIAL_TOKENS)
+
+    @property
+    def sized_config(self) -> dict[str, Any]:
+        """The config with its vocabulary, which is the tokenizer's unless it says another."""
+        return {"vocab_size": self.num_tokens} | self.config
+
 
 class Retention(Section):
     """Which checkpoints and samples are kept; `slurm-rl gc` and the ticks delete the others."""

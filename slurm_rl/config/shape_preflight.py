@@ -12,13 +12,14 @@ from pathlib import Path as File
 
 from slurm_rl.config.problems import Path, Problem
 from slurm_rl.config.roles import role_megatron
-from slurm_rl.config.schema import SPECIAL_TOKENS, Settings
+from slurm_rl.config.schema import Settings
 from slurm_rl.config.stages import is_megatron_stage, stage_kinds, uses_reference
 from slurm_rl.config.train_schema import Critic, Reference, Teacher
 from slurm_rl.errors import ModelError
 from slurm_rl.models.geometry import Geometry, parse_model_config, read_geometry
 from slurm_rl.models.headers import read_headers
 from slurm_rl.models.layout import read_layout_sizes
+from slurm_rl.models.sizes import REQUIRED
 from slurm_rl.models.splits import find_misfits
 from slurm_rl.models.tensors import check_tensors
 
@@ -26,8 +27,6 @@ Problems = Iterator[Problem]
 
 #: What Megatron-core does with the model of a role.
 _USES = {"train": "trained", "critic": "trained", "reference": "run", "teacher": "run"}
-#: What a config must say for its shape to be known; transformers' classes have defaults for these.
-_TOLD = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 def check_shapes(settings: Settings) -> Problems:
@@ -75,10 +74,9 @@ def _read_made(settings: Settings) -> Geometry | None:
 
     Raises ModelError.
     """
-    made = settings.init_model
-    if made is None or any(name not in made.config for name in ("model_type", *_TOLD)):
+    config = {} if settings.init_model is None else settings.init_model.sized_config
+    if any(name not in config for name in ("model_type", *REQUIRED)):
         return None
-    config = {"vocab_size": len(made.characters) + len(SPECIAL_TOKENS)} | made.config
     return parse_model_config(config, where="its model")
 
 

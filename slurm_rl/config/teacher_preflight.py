@@ -6,12 +6,12 @@ say, which reads the tokenizers.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path as File
 
+from slurm_rl.config.model_preflight import read_json
 from slurm_rl.config.problems import Problem
-from slurm_rl.config.schema import SPECIAL_TOKENS, Settings
+from slurm_rl.config.schema import Settings
 
 
 def check_likeliest(settings: Settings) -> Iterator[Problem]:
@@ -36,17 +36,13 @@ def check_likeliest(settings: Settings) -> Iterator[Problem]:
 def _policy_size(settings: Settings) -> int | None:
     made = settings.init_model
     if made is not None:
-        return _as_size(made.config.get("vocab_size", len(made.characters) + len(SPECIAL_TOKENS)))
+        return _as_size(made.sized_config["vocab_size"])
     return None if settings.hf_checkpoint is None else _read_size(File(settings.hf_checkpoint))
 
 
 def _read_size(folder: File) -> int | None:
     """Tokens by a model's `config.json`; None where it is not there or does not say."""
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return None
-    return _as_size(config.get("vocab_size")) if isinstance(config, dict) else None
+    return _as_size(read_json(folder / "config.json").get("vocab_size"))
 
 
 def _as_size(value: object) -> int | None:

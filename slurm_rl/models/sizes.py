@@ -10,15 +10,19 @@ from slurm_rl.models.headers import DTYPES
 if TYPE_CHECKING:
     from slurm_rl.models.geometry import Geometry
 
-#: Whole numbers, at least one; None where the family has a way without.
-_AT_LEAST_ONE = (
+#: What every family needs to be told.
+REQUIRED = (
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
+    "vocab_size",
+)
+#: Whole numbers, at least one; None where the family has a way without.
+_AT_LEAST_ONE = (
+    *REQUIRED,
     "num_key_value_heads",
     "head_dim",
-    "vocab_size",
     "max_position_embeddings",
     "num_experts",
     "num_local_experts",
@@ -33,15 +37,13 @@ _AT_LEAST_ONE = (
     "qk_rope_head_dim",
     "v_head_dim",
 )
-#: Those of them that every family needs.
-_REQUIRED = (*_AT_LEAST_ONE[:4], "vocab_size")
 #: Numbers above zero.
 _ABOVE_ZERO = ("rms_norm_eps", "rope_theta", "partial_rotary_factor")
 
 
 def problem_of_numbers(config: Mapping[str, Any]) -> str:
     """What is wrong with a number of a config by itself; "" if nothing."""
-    for key in _REQUIRED:
+    for key in REQUIRED:
         if key in config and config[key] is None:
             return f"{key} = null is no whole number of at least 1"
     for key in _AT_LEAST_ONE:

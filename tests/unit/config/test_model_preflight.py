@@ -173,3 +173,9 @@ def test_the_models_beside_the_policy_must_be_there(load: Load, folder: Path, na
     for file in ("config.json", "model.safetensors"):
         (folder / "other" / file).touch()
     assert said() == []
+
+
+def test_nesting_without_end_is_for_others_to_judge(load: Load, folder: Path) -> None:
+    for name in ("config.json", "tokenizer_config.json"):
+        (folder / name).write_text("[" * 200_000)
+    assert lines(load(hf_checkpoint=str(folder))) == []

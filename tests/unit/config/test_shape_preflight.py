@@ -73,6 +73,10 @@ def test_a_config_that_the_trainer_would_refuse(
     ("spoil", "said"),
     [
         (lambda folder: (folder / "config.json").write_text('{"a": '), "config.json: not JSON"),
+        (
+            lambda folder: (folder / "config.json").write_text("[" * 200_000),
+            "config.json: not JSON",
+        ),
         (lambda folder: cut(folder / "model.safetensors", 40), "model.safetensors: truncated: the"),
         (lambda folder: cut(folder / "model.safetensors", -1), "bytes, but its header promises"),
         (lambda folder: (folder / "model.safetensors").unlink(), "there is no such file"),

@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from toy.model import SMALLEST
 
 from slurm_rl.config.passthrough import MEGATRON, check_megatron
 from slurm_rl.config.problems import Problem
@@ -20,18 +21,6 @@ with cpu.megatron_imports():
     from slurm_rl.train.options import split_megatron
 
 from slurm_rl.models.geometry import parse_model_config
-
-SHAPE = {
-    "model_type": "qwen3",
-    "vocab_size": 15,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-}
 
 
 def refused(name: str, value: object) -> list[Problem]:
@@ -78,7 +67,7 @@ def test_the_stage_says_which_package_and_what_to_do() -> None:
 
 def test_a_rule_that_megatron_asserts_without_a_word_is_the_reason() -> None:
     options = split_megatron({"lr": 1.0, "fine_grained_activation_offloading": True})
-    geometry = parse_model_config(SHAPE, where="config.json")
+    geometry = parse_model_config(SMALLEST, where="config.json")
     with (
         cpu.megatron_imports(),
         pytest.raises(
